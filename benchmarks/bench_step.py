@@ -1,0 +1,246 @@
+"""Training-step time and memory of every way to synchronise gradients, in one interleaved run.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_step.py [--models small large] [--turns 40]
+
+Every variant trains its own copy of the model. They take turns of a few steps each, in an order
+that rotates, so that noise on the machine falls on all alike. Printed per variant:
+
+- step: median, 20th and 80th percentile of the step time in ms (slowest rank; forward, backward,
+  SGD step), of all steps of a turn but its first, which refills the caches;
+- tax: median step minus the median step without synchronisation;
+- ratio: tax over the tax of the best of torch DDP's settings;
+- peak: the most bytes allocated at once for gradients and buckets and whatever comes with them,
+  beyond parameters and optimizer, from wrapping to the fifth step / in the fifth step alone (MiB).
+
+`collective` is one all-reduce of a flat buffer with the same bytes and nothing else: the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedddp
+
+BASELINE = "no sync"
+COLLECTIVE = "collective"
+
+
+def square_layers(count: int, width: int) -> nn.Module:
+    """`count` linear layers without bias, so that each is one parameter of width x width."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+
+
+class Model(NamedTuple):
+    build: Callable[[], nn.Module]
+    batch: Callable[[], Tensor]
+
+
+MODELS = {
+    "small": Model(lambda: square_layers(400, 64), lambda: torch.randn(8, 64)),
+    "large": Model(lambda: square_layers(12, 1024), lambda: torch.randn(8, 1024)),
+}
+
+
+def naive_all_reduce(module: nn.Module) -> None:
+    """What tutorials show: one blocking all-reduce per gradient."""
+    for param in module.parameters():
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+
+
+def nothing(module: nn.Module) -> None:
+    pass
+
+
+class Variant(NamedTuple):
+    wrap: Callable[[nn.Module], nn.Module]
+    after_backward: Callable[[nn.Module], None] = nothing
+
+
+VARIANTS = {
+    BASELINE: Variant(lambda m: m),
+    "ddp": Variant(DistributedDataParallel),
+    "ddp views": Variant(lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True)),
+    "ddp batched views": Variant(
+        lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True, batched_grad_copy=True)
+    ),
+    "ddp static graph": Variant(lambda m: DistributedDataParallel(m, static_graph=True)),
+    "naive": Variant(lambda m: m, naive_all_reduce),
+    "manual": Variant(lambda m: m, fusedddp.all_reduce_gradients),
+    "fusedddp": Variant(fusedddp.wrap),
+    "fusedddp no views": Variant(lambda m: fusedddp.wrap(m, gradient_as_bucket_view=False)),
+}
+
+
+class Trainer:
+    """One variant and its copy of the model."""
+
+    def __init__(self, variant: Variant, module: nn.Module, inputs: Tensor) -> None:
+        self.variant = variant
+        self.inputs = inputs
+        self.model = variant.wrap(module)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.inputs).square().mean().backward()
+        self.variant.after_backward(self.model)
+        self.optimizer.step()
+
+
+def timed(step: Callable[[], None], count: int) -> list[float]:
+    """Milliseconds of each of `count` steps, begun together on all ranks."""
+    times = []
+    for _ in range(count):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+def measure_times(model: Model, names: list[str], turns: int, burst: int) -> dict[str, list[float]]:
+    module, inputs = model.build(), model.batch()
+    flat = torch.zeros(sum(p.numel() for p in module.parameters()))
+    trainers = {n: Trainer(VARIANTS[n], copy.deepcopy(module), inputs) for n in names}
+    steps: dict[str, Callable[[], None]] = {n: t.step for n, t in trainers.items()}
+    steps[COLLECTIVE] = lambda: dist.all_reduce(flat)
+    for step in steps.values():  # buckets are rebuilt, memory is faulted in
+        timed(step, 4)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    order = list(steps)
+    for turn in range(turns):
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            times[name] += timed(steps[name], burst)[1:]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, times)
+    return {n: [max(ms) for ms in zip(*(t[n] for t in everywhere), strict=True)] for n in times}
+
+
+def memory_peaks(model: Model, name: str, steps: int = 5) -> tuple[float, float]:
+    """Peak of allocated MiB over all steps from wrapping on, and in the last step alone."""
+    module, inputs = model.build(), model.batch()
+    for param in module.parameters():  # the optimizer's state is not measured: SGD has none
+        param.grad = None
+    peaks = []
+    with torch.autograd.profiler.profile(profile_memory=True) as prof:
+        trainer = Trainer(VARIANTS[name], module, inputs)
+        for _ in range(steps - 1):
+            trainer.step()
+        with torch.autograd.profiler.record_function("last step"):
+            trainer.step()
+    events = sorted(prof.kineto_results.events(), key=lambda e: e.start_ns())
+    last_began = next(e.start_ns() for e in events if e.name() == "last step")
+    live = 0
+    peaks = [0, 0]
+    for event in events:
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            for i, counts in enumerate((True, event.start_ns() >= last_began)):
+                peaks[i] = max(peaks[i], live) if counts else peaks[i]
+    return peaks[0] / 2**20, peaks[1] / 2**20
+
+
+def rows(times: dict[str, list[float]], peaks: dict[str, tuple[float, float]]) -> Iterator[dict[str, Any]]:
+    medians = {name: statistics.median(ms) for name, ms in times.items()}
+    base = medians[BASELINE]
+    taxes = {n: m if n == COLLECTIVE else m - base for n, m in medians.items()}
+    best_ddp = min((t for n, t in taxes.items() if n.startswith("ddp")), default=float("nan"))
+    for name, ms in times.items():
+        quantiles = statistics.quantiles(ms, n=5)
+        yield {
+            "variant": name,
+            "median_ms": round(medians[name], 3),
+            "p20_ms": round(quantiles[0], 3),
+            "p80_ms": round(quantiles[3], 3),
+            "tax_ms": round(taxes[name], 3) if name != BASELINE else 0.0,
+            "ratio": round(taxes[name] / best_ddp, 3) if name != BASELINE else 0.0,
+            "peak_mib": round(peaks[name][0], 2) if name in peaks else "",
+            "peak_steady_mib": round(peaks[name][1], 2) if name in peaks else "",
+        }
+
+
+def commit() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--turns", type=int, default=40, help="turns of each variant")
+    parser.add_argument("--burst", type=int, default=4, help="steps of a turn; the first is not counted")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the memory columns")
+    parser.add_argument("--csv", type=Path, help="write the rows here as well")
+    args = parser.parse_args()
+    if args.burst < 2 or args.turns < 2:
+        parser.error("--burst and --turns: expected at least 2")
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=2))
+    names = [BASELINE, *(n for n in args.variants if n != BASELINE)]
+    about = {
+        "machine": f"{processor()}, {os.cpu_count()} cores",
+        "world_size": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+    written = []
+    for model_name in args.models:
+        model = MODELS[model_name]
+        times = measure_times(model, names, args.turns, args.burst)
+        peaks = {} if args.no_memory else {n: memory_peaks(model, n) for n in names}
+        if dist.get_rank() == 0:
+            print(f"\n{model_name}: " + ", ".join(f"{k} {v}" for k, v in about.items()), flush=True)
+            print(
+                f"{'variant':18} {'step ms':>8} {'p20':>8} {'p80':>8} {'tax ms':>8} {'ratio':>6} "
+                f"{'peak MiB':>9} {'steady':>8}"
+            )
+            for row in rows(times, peaks):
+                print(
+                    f"{row['variant']:18} {row['median_ms']:8.2f} {row['p20_ms']:8.2f} {row['p80_ms']:8.2f} "
+                    f"{row['tax_ms']:8.2f} {row['ratio']:6.2f} {row['peak_mib']!s:>9} "
+                    f"{row['peak_steady_mib']!s:>8}",
+                    flush=True,
+                )
+                written.append({"model": model_name, **row, **about})
+    if args.csv and dist.get_rank() == 0:
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(written[0]))
+            writer.writeheader()
+            writer.writerows(written)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

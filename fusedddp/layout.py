@@ -1,0 +1,168 @@
+"""Which gradient travels in which bucket, and where in it: pure data, no devices, no groups.
+
+Shapes and dtypes go in, frozen dataclasses come out. Every rank computes the same layout from
+the same input, so nothing here may depend on anything that differs between ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+# Slots start at multiples of this many elements: 16 elements of the smallest gradient dtype
+# (2 bytes) are 32 bytes, so every slot can be read and written in 16-byte accesses.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What the layout needs to know of one parameter.
+
+    Attributes:
+        shape: size of the parameter and of its gradient.
+        dtype: its dtype.
+        group: buckets are not shared across groups (a device, say; opaque here).
+        flat_dtype: dtype on the wire, real; None for the parameter's own.
+        stride: strides of its slot, which ranks must agree on; empty for contiguous.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: Hashable = None
+    flat_dtype: torch.dtype | None = None
+    stride: tuple[int, ...] = ()
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        return self.flat_dtype or (self.dtype.to_real() if self.dtype.is_complex else self.dtype)
+
+    @property
+    def numel(self) -> int:
+        """Elements of `wire_dtype` that the gradient takes: two for a complex value."""
+        return math.prod(self.shape) * (2 if self.dtype.is_complex else 1)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.wire_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """One bucket: the parameters in it and where their gradients lie.
+
+    Attributes:
+        params: indices of the parameters, in the order of their slots.
+        offsets: first element of each slot, multiples of `ALIGNMENT`.
+        numel: elements in all slots, without padding.
+        padded_numel: elements of the flat buffer, a multiple of `ALIGNMENT` times the world size
+            so that it splits into equal aligned shards. A direct bucket is not padded: one rank
+            may reduce its gradient in place while another has to copy, and sizes must agree.
+        dtype: dtype of the flat buffer, real.
+        group: the group that all its parameters share.
+        is_direct: the bucket is one large gradient that may be reduced where it is.
+    """
+
+    params: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    padded_numel: int
+    dtype: torch.dtype
+    group: Hashable
+    is_direct: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All buckets, in the order in which they are launched, and the parameters they are for."""
+
+    buckets: tuple[BucketLayout, ...]
+    specs: tuple[ParamSpec, ...]
+
+    @cached_property
+    def checksum(self) -> int:
+        """A 15-bit number that differs, most likely, between different layouts."""
+        plan = [(b.params, b.offsets, b.padded_numel, b.dtype) for b in self.buckets]
+        tensors = [(s.shape, s.stride, s.dtype) for s in self.specs]
+        return zlib.crc32(repr((plan, tensors)).encode()) & 0x7FFF
+
+
+def build_layout(
+    specs: Sequence[ParamSpec],
+    order: Sequence[int],
+    *,
+    world_size: int,
+    bucket_cap_bytes: int,
+    first_bucket_cap_bytes: int,
+    direct_bytes: int | None = None,
+) -> Layout:
+    """Fills buckets with the parameters in `order`, one open bucket per group and wire dtype.
+
+    As in DDP's reducer a bucket is closed by the gradient that fills it to its cap. Buckets are
+    launched in the order in which their last gradient arrives.
+
+    Args:
+        specs: one per parameter.
+        order: indices into `specs`, in the order in which gradients arrive; each at most once.
+        world_size: number of ranks.
+        bucket_cap_bytes: cap of a bucket in bytes.
+        first_bucket_cap_bytes: cap of the first bucket of each group and dtype.
+        direct_bytes: a gradient of at least so many bytes, with the parameter's own dtype on the
+            wire, gets a direct bucket. None: `bucket_cap_bytes`.
+    """
+    direct_bytes = bucket_cap_bytes if direct_bytes is None else direct_bytes
+    open_buckets: dict[Hashable, list[int]] = {}
+    open_bytes: dict[Hashable, int] = {}
+    caps: dict[Hashable, int] = {}
+    closed: list[tuple[int, tuple[int, ...], bool]] = []  # (arrival of the last, params, is_direct)
+    arrival = {param: position for position, param in enumerate(order)}
+    for param in order:
+        spec = specs[param]
+        key = (spec.group, spec.wire_dtype)
+        if spec.nbytes >= direct_bytes and not spec.dtype.is_complex and spec.dtype == spec.wire_dtype:
+            closed.append((arrival[param], (param,), True))
+            caps[key] = bucket_cap_bytes  # something is on its way already: no small first bucket
+            continue
+        bucket = open_buckets.setdefault(key, [])
+        bucket.append(param)
+        open_bytes[key] = open_bytes.get(key, 0) + spec.nbytes
+        if open_bytes[key] >= caps.get(key, first_bucket_cap_bytes):
+            closed.append((arrival[param], tuple(bucket), False))
+            caps[key] = bucket_cap_bytes
+            del open_buckets[key], open_bytes[key]
+    closed += [(arrival[params[-1]], tuple(params), False) for params in open_buckets.values()]
+    return Layout(
+        tuple(_place(specs, params, direct, world_size) for _, params, direct in sorted(closed)),
+        tuple(specs),
+    )
+
+
+def _place(
+    specs: Sequence[ParamSpec], params: tuple[int, ...], is_direct: bool, world_size: int
+) -> BucketLayout:
+    offsets = []
+    end = 0
+    for param in params:
+        end = round_up(end, ALIGNMENT)
+        offsets.append(end)
+        end += specs[param].numel
+    first = specs[params[0]]
+    shards = ALIGNMENT * world_size
+    return BucketLayout(
+        params=params,
+        offsets=tuple(offsets),
+        numel=sum(specs[i].numel for i in params),
+        # At least one shard each, so that a bucket of empty gradients is no special case.
+        padded_numel=end if is_direct else max(round_up(end, shards), shards),
+        dtype=first.wire_dtype,
+        group=first.group,
+        is_direct=is_direct,
+    )
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,37 @@
+"""Finds the process group that a call works on, or says which call is missing."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+def require_group(process_group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
+    """`process_group`, or the default one.
+
+    Raises:
+        ValueError: there is none, or this rank is not in it.
+        TypeError: not a process group.
+    """
+    if not dist.is_available():
+        raise ValueError(f"{caller} needs torch.distributed, which this build of torch lacks")
+    if process_group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                "Default process group has not been initialized. Call "
+                "torch.distributed.init_process_group('gloo') (or 'nccl' on GPUs) before "
+                f"{caller}, and start the script with torchrun."
+            )
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"process_group: expected a group that this rank ({dist.get_rank()}) is a member of, "
+            f"found one that it is not in. Call {caller} only on the ranks of the group."
+        )
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            "process_group: expected a torch.distributed.ProcessGroup (see "
+            f"torch.distributed.new_group), found {type(process_group).__name__}"
+        )
+    return process_group
