@@ -6,16 +6,24 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from fusedddp_kernels import Slots, flatten, is_dense, scale_, unflatten
+from fusedddp_kernels import (
+    Slots,
+    flatten,
+    flatten_one,
+    is_dense,
+    scale_,
+    scales_in_buffer,
+    unflatten,
+)
 from torch import Tensor
 from torch.nn import Parameter
 
 from fusedddp.collectives import Collective
-from fusedddp.layout import BucketLayout
+from fusedddp.layout import ALIGNMENT, BucketLayout
 
-# On CPU a gradient is copied while it is still in cache: large ones as they come, small ones once
-# together they have this size (half of a 512 KiB second-level cache, the smallest in common use).
-# Swept from 64 KiB to 4 MiB on the two models of benchmarks/bench_step.py; flat around the best.
+# Small gradients on CPU are copied one by one as they come and scaled together once they have this
+# size, while they are still in cache: half of a 512 KiB second-level cache, the smallest in common
+# use. A gradient that is larger by itself is copied and scaled in one pass.
 _CACHED_BYTES = 256 * 1024
 
 
@@ -58,7 +66,10 @@ class Bucket:
         self._reduction = collective.reduction(layout.dtype, self.device)
         self._scale = collective.scale(self._reduction, self.device)
         self._copies_early = self.device.type == "cpu" and not layout.is_direct
-        self._nbytes = [p.numel() * p.element_size() for p in params]
+        self._scales_later = [
+            p.numel() * layout.dtype.itemsize < _CACHED_BYTES and scales_in_buffer(p.dtype, layout.dtype)
+            for p in params
+        ]
         self._slots: Slots | None = None
         self._own_uses = 0
         self._start_round()
@@ -68,8 +79,7 @@ class Bucket:
         self._work: dist.Work | None = None
         self._in_place: Tensor | None = None
         self._taken = bytearray(len(self.params))
-        self._ready: list[int] = []
-        self._ready_bytes = 0
+        self._unscaled = (0, 0)  # elements of the buffer that are copied and not yet scaled
         self._sources: dict[int, Tensor] = {}
         self._producers: set[torch.Stream] = set()
         self._has_memory = False
@@ -82,28 +92,21 @@ class Bucket:
         """Whether the gradient of this round is in the buffer, so that a further one is late."""
         return bool(self._taken[slot])
 
-    def mark_ready(self, slot: int) -> None:
-        """The `.grad` of the parameter at `slot` is final for this round."""
+    def mark_ready(self, slot: int, gradient: Tensor) -> None:
+        """`gradient`, the `.grad` of the parameter at `slot`, is final for this round."""
         self.num_missing -= 1
         if self._copies_early:
-            self._ready.append(slot)
-            self._ready_bytes += self._nbytes[slot]
-            if self._ready_bytes >= _CACHED_BYTES:
-                self._take(sorted(self._ready))
-                self._ready.clear()
-                self._ready_bytes = 0
+            self._take_one(slot, gradient)
         elif self.device.type != "cpu":
             self._producers.add(torch.accelerator.current_stream(self.device))
 
-    def launch(self, keep: Mapping[int, Tensor | None] | None = None) -> None:
-        """Fills what is not yet in the buffer and starts the collective.
+    def launch(self, flag: bool = False) -> None:
+        """Fills what is not yet in the buffer with `.grad`, or zeros, and starts the collective.
 
         Args:
-            keep: slots whose parameter got no gradient in this round, with the `.grad` that it
-                still has (see `set_aside`). That is contributed; zeros where it is None.
+            flag: what this rank says in the bucket's flag, if it has one.
         """
-        keep = keep or {}
-        gradient = self.params[0].grad if self.layout.is_direct and not keep else None
+        gradient = self.params[0].grad if self.layout.is_direct else None
         if gradient is not None and self._may_reduce_in_place(gradient):
             reduction = self._collective.reduction(self.layout.dtype, self.device, in_place=True)
             self._join_producers()
@@ -117,8 +120,12 @@ class Bucket:
             self.params[0].grad = None
         else:
             reduction = self._reduction
-            self._take([i for i, taken in enumerate(self._taken) if not taken])
+            self._scale_stretch()
+            if 0 in self._taken:
+                self._take([i for i, taken in enumerate(self._taken) if not taken])
             flat = self._memory().flat
+            if self.layout.has_flag:
+                flat[-1:].fill_(flag)
         self._work = self._collective.launch(flat, reduction)
 
     def wait(self) -> None:
@@ -129,6 +136,10 @@ class Bucket:
         """
         assert self._work is not None
         self._work.wait()
+
+    def is_flagged(self) -> bool:
+        """Whether any rank set the flag. Reads on the host; call it after `wait`."""
+        return bool(self._memory().flat[-1])
 
     def hand_out(self, restore: Mapping[int, Tensor | None] | None = None) -> None:
         """Gives every parameter its reduced gradient and starts the next round.
@@ -141,18 +152,17 @@ class Bucket:
             self.params[0].grad = self._in_place
         else:
             slots = self._memory()
+            gradients: list[Tensor | None]
             if self._as_view:
-                for i, (param, view) in enumerate(zip(self.params, slots.views, strict=True)):
-                    # An alias, not a view: `grad.detach_()` refuses views.
-                    param.grad = restore[i] if i in restore else view.detach()
+                # Aliases, not views: `grad.detach_()` refuses views.
+                gradients = [view.detach() for view in slots.views]
             else:
-                gradients = [
-                    None if i in restore else self._destination(i, param)
-                    for i, param in enumerate(self.params)
-                ]
+                gradients = [self._destination(i, param) for i, param in enumerate(self.params)]
                 unflatten(slots, gradients)
-                for i, (param, gradient) in enumerate(zip(self.params, gradients, strict=True)):
-                    param.grad = restore[i] if i in restore else gradient
+            for i, gradient in restore.items():
+                gradients[i] = gradient
+            for param, gradient in zip(self.params, gradients, strict=True):
+                param.grad = gradient
             if self.layout.is_direct:
                 self._slots = None  # it had to copy this time; the next gradient may not have to
         self._start_round()
@@ -170,6 +180,32 @@ class Bucket:
             if taken:
                 param.grad = None
         self._start_round()
+
+    def _take_one(self, slot: int, gradient: Tensor) -> None:
+        memory = self._slots if self._has_memory else None
+        memory = memory or self._memory()
+        if self._scale is None or not self._scales_later[slot]:
+            flatten_one(gradient, memory, slot, self._scale)
+        else:
+            flatten_one(gradient, memory, slot)
+            start, stop = self._unscaled
+            offset = memory.offsets[slot]
+            if not 0 <= offset - stop < ALIGNMENT:  # not the next slot
+                self._scale_stretch()
+                start = offset
+            self._unscaled = (start, memory.ends[slot])
+            if (memory.ends[slot] - start) * self.layout.dtype.itemsize >= _CACHED_BYTES:
+                self._scale_stretch()
+        self._taken[slot] = 1
+        self.params[slot].grad = None
+        if not self._as_view:
+            self._sources[slot] = gradient
+
+    def _scale_stretch(self) -> None:
+        start, stop = self._unscaled
+        if stop > start and self._scale is not None:
+            scale_(self._memory().flat[start:stop], self._scale)
+        self._unscaled = (stop, stop)
 
     def _take(self, slots: Sequence[int]) -> None:
         """Moves the `.grad` of the given slots (ascending) into the buffer; None moves zeros."""

@@ -65,6 +65,7 @@ class BucketLayout:
         dtype: dtype of the flat buffer, real.
         group: the group that all its parameters share.
         is_direct: the bucket is one large gradient that may be reduced where it is.
+        has_flag: the last element of the flat buffer is no padding but a flag of the reducer's.
     """
 
     params: tuple[int, ...]
@@ -73,7 +74,8 @@ class BucketLayout:
     padded_numel: int
     dtype: torch.dtype
     group: Hashable
-    is_direct: bool
+    is_direct: bool = False
+    has_flag: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,16 @@ class Layout:
     def checksum(self) -> int:
         """A 15-bit number that differs, most likely, between different layouts."""
         plan = [(b.params, b.offsets, b.padded_numel, b.dtype) for b in self.buckets]
-        tensors = [(s.shape, s.stride, s.dtype) for s in self.specs]
-        return zlib.crc32(repr((plan, tensors)).encode()) & 0x7FFF
+        return zlib.crc32(repr((plan, specs_checksum(self.specs))).encode()) & 0x7FFF
+
+
+def specs_checksum(specs: Sequence[ParamSpec]) -> int:
+    """A 15-bit number that differs, most likely, between different parameters.
+
+    Devices are left out: ranks use different ones.
+    """
+    tensors = [(s.shape, s.stride, s.dtype, s.wire_dtype) for s in specs]
+    return zlib.crc32(repr(tensors).encode()) & 0x7FFF
 
 
 def build_layout(
@@ -98,12 +108,13 @@ def build_layout(
     world_size: int,
     bucket_cap_bytes: int,
     first_bucket_cap_bytes: int,
-    direct_bytes: int | None = None,
+    has_flag: bool = False,
 ) -> Layout:
     """Fills buckets with the parameters in `order`, one open bucket per group and wire dtype.
 
     As in DDP's reducer a bucket is closed by the gradient that fills it to its cap. Buckets are
-    launched in the order in which their last gradient arrives.
+    launched in the order in which their last gradient arrives. A gradient of at least
+    `bucket_cap_bytes`, with the parameter's own real dtype on the wire, gets a direct bucket.
 
     Args:
         specs: one per parameter.
@@ -111,10 +122,8 @@ def build_layout(
         world_size: number of ranks.
         bucket_cap_bytes: cap of a bucket in bytes.
         first_bucket_cap_bytes: cap of the first bucket of each group and dtype.
-        direct_bytes: a gradient of at least so many bytes, with the parameter's own dtype on the
-            wire, gets a direct bucket. None: `bucket_cap_bytes`.
+        has_flag: whether the last bucket gets a flag, which a direct bucket has no room for.
     """
-    direct_bytes = bucket_cap_bytes if direct_bytes is None else direct_bytes
     open_buckets: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
     caps: dict[Hashable, int] = {}
@@ -123,7 +132,7 @@ def build_layout(
     for param in order:
         spec = specs[param]
         key = (spec.group, spec.wire_dtype)
-        if spec.nbytes >= direct_bytes and not spec.dtype.is_complex and spec.dtype == spec.wire_dtype:
+        if spec.nbytes >= bucket_cap_bytes and spec.dtype == spec.wire_dtype:
             closed.append((arrival[param], (param,), True))
             caps[key] = bucket_cap_bytes  # something is on its way already: no small first bucket
             continue
@@ -135,14 +144,21 @@ def build_layout(
             caps[key] = bucket_cap_bytes
             del open_buckets[key], open_bytes[key]
     closed += [(arrival[params[-1]], tuple(params), False) for params in open_buckets.values()]
-    return Layout(
-        tuple(_place(specs, params, direct, world_size) for _, params, direct in sorted(closed)),
-        tuple(specs),
-    )
+    if not closed:
+        return Layout((), tuple(specs))
+    closed.sort()
+    buckets = [_place(specs, params, world_size, direct) for _, params, direct in closed]
+    if has_flag:
+        buckets[-1] = _place(specs, closed[-1][1], world_size, False, has_flag=True)
+    return Layout(tuple(buckets), tuple(specs))
 
 
 def _place(
-    specs: Sequence[ParamSpec], params: tuple[int, ...], is_direct: bool, world_size: int
+    specs: Sequence[ParamSpec],
+    params: tuple[int, ...],
+    world_size: int,
+    is_direct: bool,
+    has_flag: bool = False,
 ) -> BucketLayout:
     offsets = []
     end = 0
@@ -157,10 +173,11 @@ def _place(
         offsets=tuple(offsets),
         numel=sum(specs[i].numel for i in params),
         # At least one shard each, so that a bucket of empty gradients is no special case.
-        padded_numel=end if is_direct else max(round_up(end, shards), shards),
+        padded_numel=end if is_direct else max(round_up(end + has_flag, shards), shards),
         dtype=first.wire_dtype,
         group=first.group,
         is_direct=is_direct,
+        has_flag=has_flag,
     )
 
 

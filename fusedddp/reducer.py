@@ -18,21 +18,35 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from fusedddp.bucket import Bucket
-from fusedddp.collectives import Collective, wire_dtype
+from fusedddp.collectives import Collective
 from fusedddp.config import Options
 from fusedddp.control import Control, ControlReading
-from fusedddp.layout import Layout, ParamSpec, build_layout
-from fusedddp.one_shot import reduce_gradients
+from fusedddp.layout import Layout, build_layout
+from fusedddp.one_shot import param_specs, reduce_gradients
 
 logger = logging.getLogger(__name__)
 
+# The first round reduces in pieces of about this size, so that its memory is little more than that
+# of the gradients.
+_FIRST_ROUND_BYTES = 256 * 1024
+
 # Note [Rounds]
 # ~~~~~~~~~~~~~
-# A round issues every bucket once, in index order, and then the control exchange, on every rank.
-# Whatever happens in a backward, each rank that takes part in it issues one round: gradients that
+# A round issues every bucket once, in index order, on every rank. Whatever happens in a backward, each rank that takes part in it issues one round: gradients that
 # did not come are zeros, a backward that an exception ended is completed with zeros before the
 # next forward. So ranks never pair different collectives. A backward in which no parameter of the
 # wrapper received anything (torch.autograd.grad) is no round.
+
+# Note [The flag]
+# ~~~~~~~~~~~~~~~
+# In most rounds every rank has every gradient and nothing more need be said. A rank that lacks some,
+# or got some too late, must tell the others. A second small collective in each round would cost 2 to
+# 4 ms on two gloo ranks that share two cores, a fifth of all synchronisation for a small model. So
+# where reading a value is free, which is on CPU, the last bucket has one more element: a rank that
+# has something to say sets it, all ranks see that it is not zero, and only then issue the control
+# exchange. On an accelerator reading would make the host wait for the device; there the control
+# exchange is issued in every round, but only if unused parameters are allowed, and read only by ranks
+# that lack something.
 
 
 class Phase(enum.Enum):
@@ -75,6 +89,8 @@ class Reducer:
         self.layout: Layout | None = None
         self.buckets: list[Bucket] = []
         self.num_rounds = 0
+        # See Note [The flag].
+        self._reads_freely = all(param.device.type == "cpu" for param in self.params)
         self._requires_sync = requires_sync
         self._on_round = on_round
         self._forward_syncs = True
@@ -130,13 +146,13 @@ class Reducer:
             self._fired[index] = 1
             self._any_fired = True
             if self.phase is Phase.REDUCING:
-                self._mark_in_bucket(index, param)
+                self._mark_in_bucket(index, param, gradient)
             elif self.phase is Phase.RECORDING:
                 self._order.pop(index, None)  # ordered by the last time it fires
                 self._order[index] = None
                 self._fire_counts[index] += 1
 
-    def _mark_in_bucket(self, index: int, param: Parameter) -> None:
+    def _mark_in_bucket(self, index: int, param: Parameter, gradient: Tensor) -> None:
         bucket, slot = self._places[index]
         if self._is_ready[index]:
             if bucket.has_taken(slot) and index not in self._late:
@@ -145,8 +161,10 @@ class Reducer:
         if index in self._waits_for_end or not self._is_last_hook(index, param):
             return
         self._is_ready[index] = 1
-        bucket.mark_ready(slot)
-        while self._next < len(self.buckets) and not self.buckets[self._next].num_missing:
+        bucket.mark_ready(slot, gradient)
+        # The last bucket is launched at the end of the backward, when this rank knows whether it
+        # has to raise the flag. Its last gradient is nearly always the last of the backward.
+        while self._next < len(self.buckets) - 1 and not self.buckets[self._next].num_missing:
             self.buckets[self._next].launch()
             self._next += 1
 
@@ -246,7 +264,7 @@ class Reducer:
         try:
             if phase is Phase.LOCAL or not self._any_fired:
                 return
-            self._complete_round(recording_was_abandoned=False)
+            self._complete_round()
         except BaseException:
             self._abandon()
             raise
@@ -286,98 +304,40 @@ class Reducer:
 
     # -- rounds ----------------------------------------------------------------------------------
 
-    def _complete_round(self, *, recording_was_abandoned: bool) -> None:
+    def _complete_round(self, *, recording_was_abandoned: bool = False) -> None:
         self._put_hooks_last(self._overtaken)
-        provisional = False
         if self.layout is None:
-            provisional = self._lay_out(recording_was_abandoned)
-        num_absent = self._fired.count(0)
-        absent = [i for i, fired in enumerate(self._fired) if not fired] if num_absent else []
-        kept: dict[Bucket, dict[int, Tensor | None]] = {}
-        for index in absent:
-            bucket, slot = self._places[index]
-            if not bucket.is_launched:
-                kept.setdefault(bucket, {})[slot] = bucket.set_aside(slot)
-        for bucket in self.buckets[self._next :]:
-            bucket.launch(kept.get(bucket))
-        assert self.layout is not None
-        control = Control(
-            self.collective.group,
-            self.buckets[0].device,
-            self.num_rounds,
-            self.layout.checksum,
-            self._fired,
-            self._late,
-        )
-        after_waits = self._on_round()
-        late_gradients = {index: self.params[index].grad for index in self._late}
-        for bucket in self.buckets:
-            bucket.wait()
-        control.wait()
-        # Reading is free on CPU; on a GPU it makes the host wait, so only ranks that must do it.
-        reading = control.read() if self.buckets[0].device.type == "cpu" or absent else None
-        for bucket in self.buckets:
-            bucket.hand_out(self._unused(bucket, kept.get(bucket, {}), reading))
-        after_waits()
-        self.num_rounds += 1
+            self._first_round(recording_was_abandoned)
+        else:
+            self._round()
         self._fired = bytearray(len(self.params))
-        if provisional:
-            self.layout, self.buckets, self._places = None, [], []
-        self._settle_late(late_gradients, reading)
-        if reading is not None and not self.options.allows_unused:
-            missing = (reading.num_ranks < self.collective.world_size).nonzero().flatten().tolist()
-            if missing:
-                self._unfinished = (absent, [i for i in missing if i not in set(absent)])
+        self.num_rounds += 1
 
-    def _unused(
-        self, bucket: Bucket, kept: dict[int, Tensor | None], reading: ControlReading | None
-    ) -> dict[int, Tensor | None]:
-        """The slots of `bucket` that no rank had a gradient for, with what they had before."""
-        if reading is None:
-            return {}
-        return {
-            slot: gradient
-            for slot, gradient in kept.items()
-            if not reading.num_ranks[bucket.layout.params[slot]]
-        }
+    def _first_round(self, was_abandoned: bool) -> None:
+        """Reduces what the recorded backward left, and lays the buckets out for all later ones."""
+        order, fire_counts, is_whole = self._agree_on_order(was_abandoned)
+        finish_buffers = self._on_round()
+        # In small pieces: all gradients are still there, so a bucket comes on top of them.
+        largest = max(p.numel() * p.element_size() for p in self.params)
+        lacking = reduce_gradients(
+            self.params,
+            self.collective,
+            bucket_cap_bytes=max(largest, _FIRST_ROUND_BYTES),
+            as_view=self.options.gradient_as_bucket_view,
+            present=self._fired,
+        )
+        finish_buffers()
+        self._note_lacking(lacking)
+        if is_whole:
+            self._waits_for_end = frozenset(i for i, count in enumerate(fire_counts) if count > 1)
+            self._lay_out(order)
 
-    def _settle_late(self, gradients: dict[int, Tensor | None], reading: ControlReading | None) -> None:
-        """Reduces contributions that came after theirs had been taken, and adds them.
-
-        All ranks know of them where the control exchange is read everywhere; else this raises.
-        """
-        if reading is None:
-            if gradients:
-                names = ", ".join(self.names[i] for i in gradients)
-                for index in gradients:
-                    self.params[index].grad = None
-                raise RuntimeError(
-                    f"expected each of these parameters to receive its last gradient before its "
-                    f"bucket was reduced, as in the first backward, found a later one on rank "
-                    f"{dist.get_rank(self.collective.group)}: {names}. Their gradients were dropped. "
-                    "Wrap the model anew after changing how often a block runs in one backward."
-                )
-            return
-        indices = reading.is_late.nonzero().flatten().tolist()
-        if not indices:
-            return
-        self._waits_for_end |= frozenset(indices)
-        params = [self.params[i] for i in indices]
-        reduced = [param.grad for param in params]
-        for param, index in zip(params, indices, strict=True):
-            param.grad = gradients.get(index)
-        reduce_gradients(params, self.collective, bucket_cap_bytes=self.options.bucket_cap_bytes)
-        with torch.no_grad():
-            for param, gradient in zip(params, reduced, strict=True):
-                late = param.grad
-                assert late is not None
-                param.grad = late if gradient is None else gradient.add_(late)
-
-    def _lay_out(self, recording_was_abandoned: bool) -> bool:
-        """Agrees on the order of arrival and builds the buckets. Collective.
+    def _agree_on_order(self, was_abandoned: bool) -> tuple[list[int], list[int], bool]:
+        """Exchanges what was recorded. Collective.
 
         Returns:
-            Whether the layout is for one round only, because a rank did not see a whole backward.
+            The order in which gradients arrived on rank 0; how often each parameter fired, at most
+            on any rank; whether all ranks saw their backward to its end.
         """
         group = self.collective.group
         device = self.params[0].device
@@ -385,22 +345,21 @@ class Reducer:
         order += [i for i in reversed(range(len(self.params))) if i not in self._order]
         agreed = torch.tensor(order, dtype=torch.int32, device=device)
         dist.broadcast(agreed, group=group, group_src=0)
-        counts = torch.tensor([*self._fire_counts, recording_was_abandoned], dtype=torch.int32, device=device)
-        dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
-        *fire_counts, provisional = counts.tolist()
-        self._waits_for_end = frozenset(i for i, n in enumerate(fire_counts) if n > 1)
-        # Parameters that are final only at the end would hold back the buckets after theirs.
-        order = sorted(agreed.tolist(), key=lambda i: i in self._waits_for_end)
-        specs = [
-            ParamSpec(tuple(p.shape), p.dtype, p.device, wire_dtype(p.dtype, p.device), p.stride())
-            for p in self.params
-        ]
+        counts = [*self._fire_counts, int(was_abandoned)]
+        maxima = torch.tensor(counts, dtype=torch.int32, device=device)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        *fire_counts, any_abandoned = maxima.tolist()
+        return agreed.tolist(), fire_counts, not any_abandoned
+
+    def _lay_out(self, order: Sequence[int]) -> None:
         self.layout = build_layout(
-            specs,
-            order,
+            param_specs(self.params),
+            # Parameters that are final only at the end would hold back the buckets after theirs.
+            sorted(order, key=lambda index: index in self._waits_for_end),
             world_size=self.collective.world_size,
             bucket_cap_bytes=self.options.bucket_cap_bytes,
             first_bucket_cap_bytes=self.options.first_bucket_cap_bytes,
+            has_flag=self._reads_freely,
         )
         self.buckets = [
             Bucket(
@@ -417,7 +376,94 @@ class Reducer:
                 places[index] = (bucket, slot)
         self._places = [places[index] for index in range(len(self.params))]
         self._put_hooks_last(range(len(self.params)))
-        return bool(provisional)
+
+    def _round(self) -> None:
+        """Completes the round of all buckets. See Note [The flag]."""
+        num_absent = self._fired.count(0)
+        absent = [i for i, fired in enumerate(self._fired) if not fired] if num_absent else []
+        kept: dict[int, Tensor | None] = {}
+        for index in absent:
+            bucket, slot = self._places[index]
+            kept[index] = None if bucket.is_launched else bucket.set_aside(slot)
+        for bucket in self.buckets[self._next :]:
+            bucket.launch(flag=bool(absent or self._late))
+        control = None
+        if not self._reads_freely and self.options.allows_unused:
+            control = self._start_control()
+        finish_buffers = self._on_round()
+        late = {index: self.params[index].grad for index in self._late}
+        for bucket in self.buckets:
+            bucket.wait()
+        if self._reads_freely and self.buckets[-1].is_flagged():
+            control = self._start_control()
+        reading = None
+        if control is not None:
+            control.wait()
+            if self._reads_freely or absent or late:
+                reading = control.read()
+        restore: dict[Bucket, dict[int, Tensor | None]] = {}
+        for index, gradient in kept.items():
+            if reading is not None and not reading.num_ranks[index]:
+                bucket, slot = self._places[index]
+                restore.setdefault(bucket, {})[slot] = gradient
+        for bucket in self.buckets:
+            bucket.hand_out(restore.get(bucket))
+        finish_buffers()
+        if late or reading is not None:
+            self._settle_late(late, reading)
+        if reading is not None:
+            self._note_lacking((reading.num_ranks < self.collective.world_size).nonzero().flatten().tolist())
+        else:
+            self._note_lacking(absent)
+
+    def _start_control(self) -> Control:
+        assert self.layout is not None
+        return Control(
+            self.collective.group,
+            self.buckets[0].device,
+            self.num_rounds,
+            self.layout.checksum,
+            self._fired,
+            self._late,
+        )
+
+    def _note_lacking(self, lacking: list[int]) -> None:
+        """Remembers parameters without a gradient on some rank, for the next forward to raise."""
+        if lacking and not self.options.allows_unused:
+            here = [i for i in lacking if not self._fired[i]]
+            self._unfinished = (here, [i for i in lacking if self._fired[i]])
+
+    def _settle_late(self, late: dict[int, Tensor | None], reading: ControlReading | None) -> None:
+        """Reduces contributions that came after theirs had been taken, and adds them.
+
+        All ranks know of them where the exchange is read everywhere; else this raises.
+        """
+        if not self._reads_freely or reading is None:
+            if late:
+                for index in late:
+                    self.params[index].grad = None
+                raise RuntimeError(
+                    f"expected each of these parameters to receive its last gradient before its "
+                    f"bucket was reduced, as in the first backward, found a later one on rank "
+                    f"{dist.get_rank(self.collective.group)}: "
+                    f"{', '.join(self.names[i] for i in late)}. Their gradients were dropped. "
+                    "Wrap the model anew after changing how often a block runs in one backward."
+                )
+            return
+        indices = reading.is_late.nonzero().flatten().tolist()
+        if not indices:
+            return
+        self._waits_for_end |= frozenset(indices)
+        params = [self.params[i] for i in indices]
+        reduced = [param.grad for param in params]
+        for param, index in zip(params, indices, strict=True):
+            param.grad = late.get(index)
+        reduce_gradients(params, self.collective, bucket_cap_bytes=self.options.bucket_cap_bytes)
+        with torch.no_grad():
+            for param, gradient in zip(params, reduced, strict=True):
+                contribution = param.grad
+                assert contribution is not None
+                param.grad = contribution if gradient is None else gradient.add_(contribution)
 
     def _describe_unfinished(self, here: list[int], elsewhere: list[int]) -> str:
         rank = dist.get_rank(self.collective.group)
