@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -17,6 +17,7 @@ import torch
 # Slots start at multiples of this many elements: 16 elements of the smallest gradient dtype
 # (2 bytes) are 32 bytes, so every slot can be read and written in 16-byte accesses.
 ALIGNMENT = 16
+_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class BucketLayout:
             may reduce its gradient in place while another has to copy, and sizes must agree.
         dtype: dtype of the flat buffer, real.
         group: the group that all its parameters share.
+        chunks: first and one-past-last slot of the pieces in which the bucket is filled.
         is_direct: the bucket is one large gradient that may be reduced where it is.
         has_flag: the last element of the flat buffer is no padding but a flag of the reducer's.
     """
@@ -74,6 +76,7 @@ class BucketLayout:
     padded_numel: int
     dtype: torch.dtype
     group: Hashable
+    chunks: tuple[tuple[int, int], ...]
     is_direct: bool = False
     has_flag: bool = False
 
@@ -109,6 +112,7 @@ def build_layout(
     bucket_cap_bytes: int,
     first_bucket_cap_bytes: int,
     has_flag: bool = False,
+    chunk_bytes: int | None = None,
 ) -> Layout:
     """Fills buckets with the parameters in `order`, one open bucket per group and wire dtype.
 
@@ -123,6 +127,8 @@ def build_layout(
         bucket_cap_bytes: cap of a bucket in bytes.
         first_bucket_cap_bytes: cap of the first bucket of each group and dtype.
         has_flag: whether the last bucket gets a flag, which a direct bucket has no room for.
+        chunk_bytes: gradients are copied as soon as so many bytes of them are there (see
+            `_Chunker`); None to copy a whole bucket at once.
     """
     open_buckets: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
@@ -147,18 +153,54 @@ def build_layout(
     if not closed:
         return Layout((), tuple(specs))
     closed.sort()
-    buckets = [_place(specs, params, world_size, direct) for _, params, direct in closed]
-    if has_flag:
-        buckets[-1] = _place(specs, closed[-1][1], world_size, False, has_flag=True)
+    chunker = _Chunker(specs, chunk_bytes)
+    last = len(closed) - 1
+    buckets = []
+    for index, (_, params, is_direct) in enumerate(closed):
+        has_this_flag = has_flag and index == last
+        bucket = _place(
+            specs, params, world_size, is_direct=is_direct and not has_this_flag, has_flag=has_this_flag
+        )
+        buckets.append(replace(bucket, chunks=chunker.split(params)))
     return Layout(tuple(buckets), tuple(specs))
+
+
+class _Chunker:
+    """Splits buckets into chunks: few, so that copying is cheap, and small, so that memory is.
+
+    A gradient waits for the rest of its chunk and takes memory meanwhile. A chunk may hold an
+    eighth of the bytes that came before it in the backward, whose activations are free by then,
+    at least a page, and at most `chunk_bytes`; a gradient that is larger is a chunk by itself.
+    """
+
+    def __init__(self, specs: Sequence[ParamSpec], chunk_bytes: int | None) -> None:
+        self._specs = specs
+        self._chunk_bytes = chunk_bytes
+        self._bytes_before = 0
+
+    def split(self, params: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        if self._chunk_bytes is None:
+            return ((0, len(params)),)
+        chunks = []
+        start = held = 0
+        for slot, param in enumerate(params):
+            nbytes = self._specs[param].nbytes
+            room = min(self._chunk_bytes, max(self._bytes_before // 8, _PAGE_BYTES))
+            if slot > start and held + nbytes > room:
+                chunks.append((start, slot))
+                start, held = slot, 0
+            held += nbytes
+            self._bytes_before += nbytes
+        return (*chunks, (start, len(params)))
 
 
 def _place(
     specs: Sequence[ParamSpec],
     params: tuple[int, ...],
     world_size: int,
+    *,
     is_direct: bool,
-    has_flag: bool = False,
+    has_flag: bool,
 ) -> BucketLayout:
     offsets = []
     end = 0
@@ -176,6 +218,7 @@ def _place(
         padded_numel=end if is_direct else max(round_up(end + has_flag, shards), shards),
         dtype=first.wire_dtype,
         group=first.group,
+        chunks=((0, len(params)),),
         is_direct=is_direct,
         has_flag=has_flag,
     )

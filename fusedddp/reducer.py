@@ -10,6 +10,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from fusedddp.bucket import Bucket
+from fusedddp.bucket import Bucket, Chunk
 from fusedddp.collectives import Collective
 from fusedddp.config import Options
 from fusedddp.control import Control, ControlReading
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 # The first round reduces in pieces of about this size, so that its memory is little more than that
 # of the gradients.
 _FIRST_ROUND_BYTES = 256 * 1024
+# On CPU gradients are copied while they are still in cache, in chunks of up to half of a 512 KiB
+# second-level cache, the smallest in common use.
+_CACHED_BYTES = 256 * 1024
 
 # Note [Rounds]
 # ~~~~~~~~~~~~~
@@ -94,12 +98,16 @@ class Reducer:
         self._requires_sync = requires_sync
         self._on_round = on_round
         self._forward_syncs = True
-        # Hooks of modules on several devices run on several threads.
         self._lock = threading.RLock()
+        # 1 for parameters that received a gradient: in this backward, and in backwards without
+        # reduction since the last round.
         self._fired = bytearray(len(self.params))
+        self._fired_before = bytearray(len(self.params))
         # Parameters that fired more than once in the first backward are final only at its end.
         self._waits_for_end: frozenset[int] = frozenset()
         self._places: list[tuple[Bucket, int]] = []
+        self._chunks: list[Chunk] = []
+        self._notes_producers = not self._reads_freely
         self._unfinished: tuple[list[int], list[int]] | None = None
         self._start_backward_state()
         self._handles = [
@@ -120,61 +128,94 @@ class Reducer:
         def hook(param: Tensor) -> None:
             reducer = reducer_ref()
             if reducer is not None:
-                reducer.mark_ready(index)
+                reducer.mark_ready(index, param)
 
-        return hook
+        def locking_hook(param: Tensor) -> None:
+            reducer = reducer_ref()
+            if reducer is not None:
+                with reducer._lock:
+                    reducer.mark_ready(index, param)
+
+        # Hooks of modules on several devices run on several threads.
+        return locking_hook if len({param.device for param in self.params}) > 1 else hook
 
     def remove_hooks(self) -> None:
         """Takes the hooks off the parameters; backwards are local from then on."""
         self._remove_hooks()
 
-    def mark_ready(self, index: int) -> None:
-        """The hook of parameter `index`: a gradient has been accumulated into its `.grad`."""
-        with self._lock:
-            if self.phase is Phase.IDLE:
-                self._begin_backward()
-            param = self.params[index]
-            gradient = param.grad
-            if gradient is None:  # an undefined gradient delivers nothing
-                return
-            if gradient.layout is not torch.strided:
-                raise NotImplementedError(
-                    f"expected dense gradients, found {gradient.layout} for {self.names[index]}; "
-                    "sparse gradients are not there yet. Use a dense embedding, or leave the "
-                    "parameter out with _set_params_and_buffers_to_ignore_for_model."
-                )
-            self._fired[index] = 1
-            self._any_fired = True
-            if self.phase is Phase.REDUCING:
-                self._mark_in_bucket(index, param, gradient)
-            elif self.phase is Phase.RECORDING:
-                self._order.pop(index, None)  # ordered by the last time it fires
-                self._order[index] = None
-                self._fire_counts[index] += 1
+    def mark_ready(self, index: int, param: Tensor) -> None:
+        """The hook of parameter `index`: a gradient has been accumulated into its `.grad`.
 
-    def _mark_in_bucket(self, index: int, param: Parameter, gradient: Tensor) -> None:
-        bucket, slot = self._places[index]
-        if self._is_ready[index]:
-            if bucket.has_taken(slot) and index not in self._late:
+        Runs once per parameter and backward, with cold caches, so every line of it counts.
+        """
+        if self.phase is not Phase.REDUCING:
+            self._begin_or_record(index, param)
+            if self.phase is not Phase.REDUCING:
+                return
+        chunk = self._chunks[index]
+        if self._fired[index]:
+            if chunk.is_taken and param.grad is not None and index not in self._late:
                 self._late.append(index)
             return
-        if index in self._waits_for_end or not self._is_last_hook(index, param):
+        self._fired[index] = 1
+        if self._notes_producers:
+            chunk.bucket.note_producer()
+        chunk.num_missing -= 1
+        if not chunk.num_missing:
+            self._take(chunk, index, param)
+
+    def _take(self, chunk: Chunk, index: int, param: Tensor) -> None:
+        """All gradients of `chunk` are there; that of `index` came last."""
+        if not self._is_last_hook(index, param):
             return
-        self._is_ready[index] = 1
-        bucket.mark_ready(slot, gradient)
+        if any(p.grad is None or p.grad.is_sparse for p in chunk.params):
+            self._check_gradients(chunk)
+            return
+        bucket = chunk.bucket
+        bucket.take(chunk)
         # The last bucket is launched at the end of the backward, when this rank knows whether it
         # has to raise the flag. Its last gradient is nearly always the last of the backward.
-        while self._next < len(self.buckets) - 1 and not self.buckets[self._next].num_missing:
-            self.buckets[self._next].launch()
-            self._next += 1
+        if not bucket.num_untaken:
+            while self._next < len(self.buckets) - 1 and not self.buckets[self._next].num_untaken:
+                self.buckets[self._next].launch()
+                self._next += 1
 
-    def _is_last_hook(self, index: int, param: Parameter) -> bool:
+    def _check_gradients(self, chunk: Chunk) -> None:
+        """Leaves a chunk for the end whose hooks fired with undefined gradients."""
+        indices = chunk.bucket.layout.params[chunk.start :]
+        for index, param in zip(indices, chunk.params, strict=False):
+            if param.grad is None:
+                self._fired[index] = 0
+            elif param.grad.is_sparse:
+                self._refuse_sparse(index)
+
+    def _begin_or_record(self, index: int, param: Tensor) -> None:
+        if self.phase is Phase.IDLE:
+            self._begin_backward()
+        if param.grad is None:
+            return
+        if param.grad.is_sparse:
+            self._refuse_sparse(index)
+        self._fired[index] = 1
+        if self.phase is Phase.RECORDING:
+            self._order.pop(index, None)  # ordered by the last time it fires
+            self._order[index] = None
+            self._fire_counts[index] += 1
+
+    def _refuse_sparse(self, index: int) -> NoReturn:
+        raise NotImplementedError(
+            f"expected dense gradients, found a sparse one for {self.names[index]}; sparse "
+            "gradients are not there yet. Use a dense embedding, or leave the parameter out with "
+            "_set_params_and_buffers_to_ignore_for_model."
+        )
+
+    def _is_last_hook(self, index: int, param: Tensor) -> bool:
         """Whether hooks that the user registered have run already, as they do under DDP.
 
         If not, this gradient waits for the end of the backward, and our hook is put last then.
         """
         hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if next(reversed(hooks)) == self._handles[index].id:
+        if len(hooks) == 1 or next(reversed(hooks)) == self._handles[index].id:
             return True
         self._overtaken.append(index)
         return False
@@ -219,8 +260,7 @@ class Reducer:
         def hook(grad: Tensor) -> None:
             reducer = reducer_ref()
             if reducer is not None and reducer.phase is Phase.IDLE:
-                with reducer._lock:
-                    reducer._begin_backward()
+                reducer._begin_backward()
 
         for output in outputs:
             if output.requires_grad:
@@ -236,18 +276,19 @@ class Reducer:
 
     def _start_backward_state(self) -> None:
         self._next = 0
-        self._any_fired = False
-        self._is_ready = bytearray(len(self.params))
+        self._fired = bytearray(len(self.params))
+        for bucket in self.buckets:
+            bucket.start_round(self._waits_for_end)
         self._late: list[int] = []
         self._overtaken: list[int] = []
         self._order: dict[int, None] = {}
         self._fire_counts = [0] * len(self.params) if self.layout is None else []
 
     def _begin_backward(self) -> None:
+        self._start_backward_state()
         if not (self._requires_sync() and self._forward_syncs):
             self.phase = Phase.LOCAL
         else:
-            self._start_backward_state()
             self.phase = Phase.RECORDING if self.layout is None else Phase.REDUCING
         reducer_ref = weakref.ref(self)
 
@@ -262,9 +303,10 @@ class Reducer:
         """The end of the outermost backward: completes the round that it began."""
         phase = self.phase
         try:
-            if phase is Phase.LOCAL or not self._any_fired:
-                return
-            self._complete_round()
+            if phase is Phase.LOCAL:
+                self._fired_before = _either(self._fired_before, self._fired)
+            elif 1 in self._fired:
+                self._complete_round()
         except BaseException:
             self._abandon()
             raise
@@ -283,12 +325,14 @@ class Reducer:
         )
         places = self._places or [None] * len(self.params)
         left = []
-        for param, fired, place in zip(self.params, self._fired, places, strict=True):
+        fired_at_all = _either(self._fired, self._fired_before)
+        for param, fired, place in zip(self.params, fired_at_all, places, strict=True):
             if fired:
                 param.grad = None
             left.append(param.grad if place is None else place[0].set_aside(place[1]))
             param.grad = None
         self._fired = bytearray(len(self.params))
+        self._fired_before = bytearray(len(self.params))
         try:
             self._complete_round(recording_was_abandoned=phase is Phase.RECORDING)
             self._unfinished = None
@@ -300,17 +344,20 @@ class Reducer:
     def _abandon(self) -> None:
         for bucket in self.buckets:
             bucket.abandon()
-        self._fired = bytearray(len(self.params))
+        self._start_backward_state()
+        self._fired_before = bytearray(len(self.params))
 
     # -- rounds ----------------------------------------------------------------------------------
 
     def _complete_round(self, *, recording_was_abandoned: bool = False) -> None:
         self._put_hooks_last(self._overtaken)
+        if 0 in self._fired and 1 in self._fired_before:
+            self._fired = _either(self._fired, self._fired_before)
         if self.layout is None:
             self._first_round(recording_was_abandoned)
         else:
             self._round()
-        self._fired = bytearray(len(self.params))
+        self._fired_before = bytearray(len(self.params))
         self.num_rounds += 1
 
     def _first_round(self, was_abandoned: bool) -> None:
@@ -360,6 +407,7 @@ class Reducer:
             bucket_cap_bytes=self.options.bucket_cap_bytes,
             first_bucket_cap_bytes=self.options.first_bucket_cap_bytes,
             has_flag=self._reads_freely,
+            chunk_bytes=_CACHED_BYTES if self._reads_freely else None,
         )
         self.buckets = [
             Bucket(
@@ -371,16 +419,20 @@ class Reducer:
             for layout in self.layout.buckets
         ]
         places: dict[int, tuple[Bucket, int]] = {}
+        chunks: dict[int, Chunk] = {}
         for bucket in self.buckets:
             for slot, index in enumerate(bucket.layout.params):
                 places[index] = (bucket, slot)
+            for chunk in bucket.chunks:
+                stop = chunk.start + len(chunk.params)
+                chunks.update((index, chunk) for index in bucket.layout.params[chunk.start : stop])
         self._places = [places[index] for index in range(len(self.params))]
+        self._chunks = [chunks[index] for index in range(len(self.params))]
         self._put_hooks_last(range(len(self.params)))
 
     def _round(self) -> None:
         """Completes the round of all buckets. See Note [The flag]."""
-        num_absent = self._fired.count(0)
-        absent = [i for i, fired in enumerate(self._fired) if not fired] if num_absent else []
+        absent = [i for i, fired in enumerate(self._fired) if not fired] if 0 in self._fired else []
         kept: dict[int, Tensor | None] = {}
         for index in absent:
             bucket, slot = self._places[index]
@@ -506,6 +558,10 @@ def _refuse_gradients(name: str, param: Parameter) -> RemovableHandle:
     handle = param.register_post_accumulate_grad_hook(hook)
     param.requires_grad_(False)
     return handle
+
+
+def _either(a: bytearray, b: bytearray) -> bytearray:
+    return bytearray(x | y for x, y in zip(a, b, strict=True))
 
 
 def _remove_all(handles: list[RemovableHandle]) -> None:

@@ -4,20 +4,18 @@ This package knows tensors and devices only: no parameters, buckets, autograd or
 """
 
 from fusedddp_kernels.reference import (
+    compute_dtype,
     flatten,
-    flatten_one,
     scale_,
-    scales_in_buffer,
     unflatten,
 )
 from fusedddp_kernels.slots import Slots, is_dense
 
 __all__ = [
     "Slots",
+    "compute_dtype",
     "flatten",
-    "flatten_one",
     "is_dense",
     "scale_",
-    "scales_in_buffer",
     "unflatten",
 ]

@@ -12,28 +12,21 @@ Nothing here reads a value back to the host, so that a captured or recorded step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fusedddp_kernels.slots import Slots
 
-# Dtypes in which `tensor.mul_(0-dim tensor)` computes in fp32 (fp64 for fp64) and rounds once.
-_MULTIPLIES = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
-
-# (source, buffer): copying to the buffer is exact, so scaling there afterwards rounds only once.
-_SCALES_IN_BUFFER = frozenset(
-    {(dtype, dtype) for dtype in _MULTIPLIES}
-    | {(torch.bfloat16, torch.float32), (torch.float16, torch.float32)}
-    | {(torch.complex32, torch.float16), (torch.complex32, torch.float32)}
-    | {(torch.complex64, torch.float32), (torch.complex128, torch.float64)}
-)
+_CPU = torch.device("cpu")
+_WIDE = frozenset({torch.float32, torch.float64})
+_HALF = frozenset({torch.bfloat16, torch.float16})
 
 
-def scales_in_buffer(source: torch.dtype, buffer: torch.dtype) -> bool:
-    """Whether `flatten` may copy first and have `scale_` run over the buffer, with equal bits."""
-    return (source, buffer) in _SCALES_IN_BUFFER
+def compute_dtype(source: torch.dtype) -> torch.dtype:
+    """The dtype in which values of dtype `source` are multiplied."""
+    return torch.float64 if source in (torch.float64, torch.complex128) else torch.float32
 
 
 @torch.no_grad()
@@ -41,57 +34,52 @@ def flatten(
     sources: Sequence[Tensor | None],
     slots: Slots,
     scale: Tensor | None = None,
-    only: Sequence[int] | None = None,
+    first: int = 0,
 ) -> None:
-    """Copies tensors into their slots, multiplied by `scale` and cast to the buffer's dtype.
+    """Copies tensors into neighbouring slots, multiplied by `scale` and cast to the buffer's dtype.
 
     Args:
-        sources: one tensor per slot (or per entry of `only`), of the slot's size; any strides and
-            any floating or complex dtype (complex exactly where the slot is). None writes zeros.
-            A source that is its own slot is scaled in place.
+        sources: one tensor per slot, of the slot's size; any strides and any floating or complex
+            dtype (complex exactly where the slot is). None writes zeros. A source that is its own
+            slot is scaled in place.
         slots: where to.
-        scale: 0-dim fp64 tensor on the device of `slots`, or None for 1.
-        only: indices of the slots that `sources` belong to, in ascending order. Other slots and
-            the padding are then left as they are; without it, padding is zeroed.
+        scale: 0-dim tensor on the device of `slots`, fp64 or already in the `compute_dtype` of every
+            source; None for 1.
+        first: index of the slot of the first source. If all slots are written the padding is
+            zeroed; otherwise other slots stay as they are, and so does padding that is zero.
 
     Raises:
-        ValueError: the number of sources does not match.
+        ValueError: there are more sources than slots.
     """
-    chosen = slots.views if only is None else [slots.views[i] for i in only]
-    if len(chosen) != len(sources):
-        raise ValueError(f"expected one source per slot, found {len(sources)} for {len(chosen)} slots")
-    pairs = [(view, source) for view, source in zip(chosen, sources, strict=True) if source is not None]
-    buffer = slots.flat.dtype
+    views = slots.views[first : first + len(sources)]
+    if len(views) != len(sources):
+        raise ValueError(
+            f"expected at most one source per slot, found {len(sources)} from slot {first} of "
+            f"{len(slots.views)} on"
+        )
+    zeros: list[Tensor] = []
     if scale is None:
-        _copy(pairs)
-    elif len(pairs) > 1 and all((source.dtype, buffer) in _SCALES_IN_BUFFER for _, source in pairs):
-        # Copying everything and scaling whole stretches of the buffer beats one multiplication
-        # per tensor: 0.6 against 1.8 ms for 400 tensors of 64x64 on one core of an EPYC.
-        _copy(pairs)
-        for start, stop in _stretches(range(len(slots.views)) if only is None else only, slots):
-            scale_(slots.flat[start:stop], scale)
+        zeros = [view for view, source in zip(views, sources, strict=True) if source is None]
+        given = [source for source in sources if source is not None]
+        if given:
+            present = [view for view, source in zip(views, sources, strict=True) if source is not None]
+            torch._foreach_copy_(present, given)
     else:
-        for view, source in pairs:
-            _scaled_copy(view, source, scale)
-    # Last, because a scale that is not finite would turn zeros written before into NaN.
-    zeros = [view for view, source in zip(chosen, sources, strict=True) if source is None]
-    if only is None:
+        # One pass per tensor. Copying all and then scaling the buffer takes fewer calls, but inside
+        # of a backward it costs a third more (400 tensors of 64x64, one core of an EPYC).
+        multiply, buffer = torch.mul, slots.flat.dtype
+        is_exact = _multiplies_exactly(slots.flat)
+        for view, source in zip(views, sources, strict=True):
+            if source is None:
+                zeros.append(view)
+            elif is_exact and source.dtype == buffer:
+                multiply(source, scale, out=view)
+            else:
+                _scaled_copy(view, source, scale)
+    if len(views) == len(slots.views):
         zeros += slots.padding
     if zeros:
         torch._foreach_zero_(zeros)
-
-
-def flatten_one(source: Tensor, slots: Slots, index: int, scale: Tensor | None = None) -> None:
-    """`flatten` of one tensor into the slot at `index`, with as little host time as possible.
-
-    For gradients on CPU, which are copied as they come, hundreds of them in a step.
-    """
-    if source.requires_grad:
-        source = source.detach()
-    if scale is None:
-        slots.views[index].copy_(source)
-    else:
-        _scaled_copy(slots.views[index], source, scale)
 
 
 @torch.no_grad()
@@ -107,7 +95,7 @@ def unflatten(
         destinations: one tensor per slot, of the slot's size; any strides without overlap, any
             floating or complex dtype. None is skipped, and so is a tensor that is its own slot
             when there is no scale.
-        scale: 0-dim fp64 tensor on the device of `slots`, or None for 1.
+        scale: as for `flatten`.
 
     Raises:
         ValueError: the number of destinations does not match.
@@ -118,7 +106,9 @@ def unflatten(
         )
     pairs = [(d, view) for d, view in zip(destinations, slots.views, strict=True) if d is not None]
     if scale is None:
-        _copy([(d, view) for d, view in pairs if d.data_ptr() != view.data_ptr()])
+        pairs = [(d, view) for d, view in pairs if d.data_ptr() != view.data_ptr()]
+        if pairs:
+            torch._foreach_copy_([d for d, _ in pairs], [view for _, view in pairs])
     else:
         for destination, view in pairs:
             _scaled_copy(destination, view, scale)
@@ -130,36 +120,22 @@ def scale_(tensor: Tensor, scale: Tensor) -> None:
     _scaled_copy(tensor, tensor, scale)
 
 
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    if pairs:
-        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
-
-
 def _scaled_copy(destination: Tensor, source: Tensor, scale: Tensor) -> None:
+    if source.dtype == destination.dtype and _multiplies_exactly(source):
+        torch.mul(source, scale, out=destination)
+        return
     if source.is_complex():
         destination = torch.view_as_real(destination)
         source = torch.view_as_real(source.resolve_conj())
     source = source.resolve_neg()
-    compute = torch.float64 if source.dtype == torch.float64 else torch.float32
-    factor = scale.to(compute)
-    if source.dtype == destination.dtype and source.dtype in _MULTIPLIES:
-        torch.mul(source, factor, out=destination)
-    else:
-        destination.copy_(source.to(compute) * factor)
+    compute = compute_dtype(source.dtype)
+    destination.copy_(source.to(compute) * scale.to(compute))
 
 
-def _stretches(indices: Sequence[int], slots: Slots) -> Iterator[tuple[int, int]]:
-    """Element ranges of `slots.flat` that cover the slots at ascending `indices`, neighbours joined.
+def _multiplies_exactly(tensor: Tensor) -> bool:
+    """Whether `torch.mul` with a 0-dim fp64 tensor follows the arithmetic above by itself.
 
-    Padding between two neighbours is covered too, which is harmless.
+    On CPU it takes such a scalar in the dtype that it computes in (fp32 for halves); on a GPU it
+    rounds the scalar to the half dtype first.
     """
-    first = previous = -1
-    for i in indices:
-        if first >= 0 and i != previous + 1:
-            yield slots.offsets[first], slots.ends[previous]
-            first = i
-        elif first < 0:
-            first = i
-        previous = i
-    if first >= 0:
-        yield slots.offsets[first], slots.ends[previous]
+    return tensor.dtype in _WIDE or (tensor.dtype in _HALF and tensor.device == _CPU)
