@@ -195,7 +195,10 @@ class Bucket:
             # Aliases, not views: `grad.detach_()` refuses views.
             gradients = [view.detach() for view in slots.views]
         else:
-            gradients = [self._destination(i, param) for i, param in enumerate(self.params)]
+            gradients = [
+                None if restore and i in restore else self._destination(i, param)
+                for i, param in enumerate(self.params)
+            ]
             unflatten(slots, gradients)
             self._sources = {}
         for slot, gradient in (restore or {}).items():
