@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 RANKS ?= 2
 
 BIN := .venv/bin
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -qq
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node $(RANKS)
 
 # Several ranks share the cores: one thread each.

@@ -204,7 +204,7 @@ def compare(args: argparse.Namespace, device: str, must_learn: bool) -> bool:
         lines.append(row + (f" {step_ms[way] - step_ms['none']:7.2f}" if "none" in ways else ""))
     lines += [
         "\nfinal loss: mean of the last epoch over ranks; accuracy: on test images, rank 0;",
-        f"step: median on the slowest rank, {TURNS} turns of {BURST - 1} steps by each way in rotation;",
+        f"step: median on the slowest rank, {TURNS} turns of {BURST - 1} steps, ways in rotation;",
         "tax: step minus the step of none.\n",
     ]
     right = not must_learn or everywhere[0].get("fusedddp", (0, 100))[1] >= REQUIRED_ACCURACY

@@ -84,6 +84,7 @@ class Bucket:
         self._as_view = as_view and all(
             (p.dtype.to_real() if p.is_complex() else p.dtype) == layout.dtype for p in params
         )
+        self._complex_slots = [slot for slot, p in enumerate(params) if p.is_complex()]
         self._reduction = collective.reduction(layout.dtype, self.device)
         self._scale = collective.scale(self._reduction, self.device)
         computes_in = {compute_dtype(p.dtype) for p in params}
@@ -194,6 +195,8 @@ class Bucket:
         if self._as_view:
             # Aliases, not views: `grad.detach_()` refuses views.
             gradients = [view.detach() for view in slots.views]
+            for slot in self._complex_slots:
+                gradients[slot] = torch.view_as_complex(slots.views[slot]).detach()
         else:
             gradients = [
                 None if restore and i in restore else self._destination(i, param)

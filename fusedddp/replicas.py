@@ -75,9 +75,10 @@ def gather(group: dist.ProcessGroup, value: _T) -> list[_T]:
 
 
 def describe(name: str, tensor: Tensor) -> str:
-    """A line for `verify_same` that holds all that replicas must agree on."""
+    """A line for `verify_same` that holds all that replicas of a parameter must agree on."""
     strides = "" if tensor.is_contiguous() else f", strides {tuple(tensor.stride())}"
-    return f"{name}: shape {tuple(tensor.shape)}{strides}, {tensor.dtype}"
+    frozen = "" if tensor.requires_grad else ", frozen"
+    return f"{name}: shape {tuple(tensor.shape)}{strides}, {tensor.dtype}{frozen}"
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedddp_kernels.slots import Slots
+from fusedddp_kernels.slots import Slots, as_real
 
 _CPU = torch.device("cpu")
 _WIDE = frozenset({torch.float32, torch.float64})
@@ -63,7 +63,7 @@ def flatten(
         given = [source for source in sources if source is not None]
         if given:
             present = [view for view, source in zip(views, sources, strict=True) if source is not None]
-            torch._foreach_copy_(present, given)
+            torch._foreach_copy_(present, [as_real(source) for source in given])
     else:
         # One pass per tensor. Copying all and then scaling the buffer takes fewer calls, but inside
         # of a backward it costs a third more (400 tensors of 64x64, one core of an EPYC).
@@ -93,8 +93,8 @@ def unflatten(
     Args:
         slots: where from.
         destinations: one tensor per slot, of the slot's size; any strides without overlap, any
-            floating or complex dtype. None is skipped, and so is a tensor that is its own slot
-            when there is no scale.
+            floating or complex dtype, no conj or negative bit. None is skipped, and so is a tensor
+            that is its own slot when there is no scale.
         scale: as for `flatten`.
 
     Raises:
@@ -106,30 +106,33 @@ def unflatten(
         )
     pairs = [(d, view) for d, view in zip(destinations, slots.views, strict=True) if d is not None]
     if scale is None:
-        pairs = [(d, view) for d, view in pairs if d.data_ptr() != view.data_ptr()]
+        pairs = [(as_real(d), view) for d, view in pairs if d.data_ptr() != view.data_ptr()]
         if pairs:
             torch._foreach_copy_([d for d, _ in pairs], [view for _, view in pairs])
     else:
         for destination, view in pairs:
-            _scaled_copy(destination, view, scale)
+            _scaled_copy(as_real(destination), view, scale)
 
 
 @torch.no_grad()
 def scale_(tensor: Tensor, scale: Tensor) -> None:
-    """Multiplies `tensor` (floating or complex, any strides) in place by a 0-dim fp64 tensor."""
-    _scaled_copy(tensor, tensor, scale)
+    """Multiplies `tensor` in place.
+
+    Args:
+        tensor: floating or complex, any strides without overlap, no conj or negative bit.
+        scale: as for `flatten`.
+    """
+    real = as_real(tensor)
+    _scaled_copy(real, real, scale)
 
 
 def _scaled_copy(destination: Tensor, source: Tensor, scale: Tensor) -> None:
+    source = as_real(source)
     if source.dtype == destination.dtype and _multiplies_exactly(source):
         torch.mul(source, scale, out=destination)
-        return
-    if source.is_complex():
-        destination = torch.view_as_real(destination)
-        source = torch.view_as_real(source.resolve_conj())
-    source = source.resolve_neg()
-    compute = compute_dtype(source.dtype)
-    destination.copy_(source.to(compute) * scale.to(compute))
+    else:
+        compute = compute_dtype(source.dtype)
+        destination.copy_(source.to(compute) * scale.to(compute))
 
 
 def _multiplies_exactly(tensor: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """A flat buffer cut into one slot per tensor.
 
 A slot is a view of the buffer with the size and strides of the tensor it stands for, so that a
-copy between the two goes by logical index whatever the memory format on either side. Between
+copy between the two goes by logical index whatever the memory format on either side. A complex
+tensor has a real slot with a last dimension of 2, as `torch.view_as_real` would show it. Between
 slots lies padding, which every whole `flatten` leaves at zero.
 """
 
@@ -29,7 +30,7 @@ class Slots:
 
     Attributes:
         flat: the buffer.
-        views: one view of `flat` per slot.
+        views: one real view of `flat` per slot.
         ends: one past the last real element of each slot.
         padding: views of everything in `flat` that is in no slot; empty stretches left out.
     """
@@ -84,10 +85,17 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _view_like(flat: Tensor, tensor: Tensor) -> Tensor:
-    """`flat` (1-D, real) seen with the size, strides and realness of `tensor`."""
+def as_real(tensor: Tensor) -> Tensor:
+    """`tensor` as its slot shows it: complex values as pairs of reals, no conj or negative bit."""
     if tensor.is_complex():
-        flat = torch.view_as_complex(flat.view(-1, 2))
-    if is_dense(tensor):
-        return flat.as_strided(tensor.shape, tensor.stride())
-    return flat.view(tensor.shape)
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg()
+
+
+def _view_like(flat: Tensor, tensor: Tensor) -> Tensor:
+    """`flat` (1-D, real) seen with the size and strides of `tensor`."""
+    if not is_dense(tensor):
+        return flat.view(*tensor.shape, 2) if tensor.is_complex() else flat.view(tensor.shape)
+    if tensor.is_complex():
+        return flat.as_strided((*tensor.shape, 2), (*(2 * s for s in tensor.stride()), 1))
+    return flat.as_strided(tensor.shape, tensor.stride())
