@@ -158,7 +158,9 @@ def memory_peaks(model: Model, name: str, steps: int = 5) -> tuple[float, float]
     return peaks[0] / 2**20, peaks[1] / 2**20
 
 
-def rows(times: dict[str, list[float]], peaks: dict[str, tuple[float, float]]) -> Iterator[dict[str, Any]]:
+def rows(
+    times: dict[str, list[float]], peaks: dict[str, tuple[float, float]]
+) -> Iterator[dict[str, Any]]:
     medians = {name: statistics.median(ms) for name, ms in times.items()}
     base = medians[BASELINE]
     taxes = {n: m if n == COLLECTIVE else m - base for n, m in medians.items()}
@@ -179,13 +181,18 @@ def rows(times: dict[str, list[float]], peaks: dict[str, tuple[float, float]]) -
 
 def commit() -> str:
     found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
     )
     return found.stdout.strip() or "unknown"
 
 
 def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+    for line in (
+        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    ):
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
@@ -196,7 +203,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--turns", type=int, default=40, help="turns of each variant")
-    parser.add_argument("--burst", type=int, default=4, help="steps of a turn; the first is not counted")
+    parser.add_argument(
+        "--burst", type=int, default=4, help="steps of a turn; the first is not counted"
+    )
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory columns")
     parser.add_argument("--csv", type=Path, help="write the rows here as well")
     args = parser.parse_args()
@@ -227,7 +236,8 @@ def main() -> None:
             )
             for row in rows(times, peaks):
                 print(
-                    f"{row['variant']:18} {row['median_ms']:8.2f} {row['p20_ms']:8.2f} {row['p80_ms']:8.2f} "
+                    f"{row['variant']:18} {row['median_ms']:8.2f} {row['p20_ms']:8.2f} "
+                    f"{row['p80_ms']:8.2f} "
                     f"{row['tax_ms']:8.2f} {row['ratio']:6.2f} {row['peak_mib']!s:>9} "
                     f"{row['peak_steady_mib']!s:>8}",
                     flush=True,

@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from fusedddp.collectives import Collective
+from fusedddp.layout import BucketLayout
 from fusedddp_kernels import (
     Slots,
     compute_dtype,
@@ -14,11 +19,6 @@ from fusedddp_kernels import (
     scale_,
     unflatten,
 )
-from torch import Tensor
-from torch.nn import Parameter
-
-from fusedddp.collectives import Collective
-from fusedddp.layout import BucketLayout
 
 
 class Chunk:
@@ -130,18 +130,23 @@ class Bucket:
         """
         chunk.is_taken = True
         self.num_untaken -= 1
+        if self._producers:
+            self._join_producers()
         if self.layout.is_direct and self._take_in_place():
             return
         gradients = [param.grad for param in chunk.params]
-        self._join_producers()
-        flatten(gradients, self._memory(), self._scale, chunk.start)
+        slots = self._slots if self._has_memory else None
+        flatten(gradients, slots or self._memory(), self._scale, chunk.start)
         for param in chunk.params:
             param.grad = None
         if not self._as_view:
-            for slot, gradient in enumerate(gradients, chunk.start):
-                if gradient is not None:
-                    self._sources[slot] = gradient
-        self._release_producers()
+            self._sources.update(
+                (slot, gradient)
+                for slot, gradient in enumerate(gradients, chunk.start)
+                if gradient is not None
+            )
+        if self._producers:
+            self._release_producers()
 
     def launch(self, flag: bool = False) -> None:
         """Takes what is not yet taken and starts the collective.
@@ -228,8 +233,12 @@ class Bucket:
 
     def _memory(self) -> Slots:
         """The flat buffer of this round: the one there is, unless somebody still reads it."""
-        if self._slots is None or (not self._has_memory and self._is_held_elsewhere(self._slots.flat)):
-            flat = torch.zeros(self.layout.padded_numel, dtype=self.layout.dtype, device=self.device)
+        if self._slots is None or (
+            not self._has_memory and self._is_held_elsewhere(self._slots.flat)
+        ):
+            flat = torch.zeros(
+                self.layout.padded_numel, dtype=self.layout.dtype, device=self.device
+            )
             self._slots = Slots(flat, self.layout.offsets, self.params)
             self._own_uses = _storage_uses(flat)
         self._has_memory = True
@@ -263,7 +272,6 @@ class Bucket:
             or _storage_uses(gradient) != 2
         ):
             return False
-        self._join_producers()
         self._in_place = gradient
         param.grad = None
         return True
@@ -282,17 +290,15 @@ class Bucket:
 
     def _join_producers(self) -> None:
         """Makes the current stream wait for every stream that wrote a gradient of this bucket."""
-        if self._producers:
-            current = torch.accelerator.current_stream(self.device)
-            for stream in self._producers - {current}:
-                current.wait_stream(stream)
+        current = torch.accelerator.current_stream(self.device)
+        for stream in self._producers - {current}:
+            current.wait_stream(stream)
 
     def _release_producers(self) -> None:
-        """Lets no producer reuse the memory of a dropped gradient before the flatten has read it."""
-        if self._producers:
-            current = torch.accelerator.current_stream(self.device)
-            for stream in self._producers - {current}:
-                stream.wait_stream(current)
+        """Lets no producer reuse memory of a dropped gradient before the flatten has read it."""
+        current = torch.accelerator.current_stream(self.device)
+        for stream in self._producers - {current}:
+            stream.wait_stream(current)
 
 
 def _storage_uses(tensor: Tensor) -> int:
@@ -301,4 +307,4 @@ def _storage_uses(tensor: Tensor) -> int:
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

@@ -78,7 +78,9 @@ class Collective:
         self._scales: dict[tuple[torch.device, float], Tensor] = {}
         self._backends: dict[torch.device, str] = {}
 
-    def reduction(self, dtype: torch.dtype, device: torch.device, *, in_place: bool = False) -> Reduction:
+    def reduction(
+        self, dtype: torch.dtype, device: torch.device, *, in_place: bool = False
+    ) -> Reduction:
         if device not in self._backends:
             self._backends[device] = self.group._get_backend(device).name()
         return choose_reduction(
@@ -101,7 +103,9 @@ class Collective:
 
     def launch(self, flat: Tensor, reduction: Reduction) -> dist.Work:
         """Starts the all-reduce of `flat` (1-D, contiguous, real) in place."""
-        work = dist.all_reduce(flat, op=reduction.op, group=self.group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(
+            flat, op=reduction.op, group=self.group, async_op=True
+        )
         assert work is not None  # the caller is a member of the group: checked at construction
         return work
 

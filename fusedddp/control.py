@@ -69,7 +69,9 @@ class Control:
                 f"backward number {self._round} and another rank is at a different one. Every rank "
                 "must call backward equally often outside no_sync()."
             )
-        if not same_on_all_ranks(total_checksum, checksum_squares, self._checksum, self._world_size):
+        if not same_on_all_ranks(
+            total_checksum, checksum_squares, self._checksum, self._world_size
+        ):
             raise RuntimeError(
                 "expected the same buckets on all ranks, found different ones. Build the wrapper "
                 "with the same model and keywords on every rank."

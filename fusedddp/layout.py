@@ -142,13 +142,12 @@ def build_layout(
             closed.append((arrival[param], (param,), True))
             caps[key] = bucket_cap_bytes  # something is on its way already: no small first bucket
             continue
-        bucket = open_buckets.setdefault(key, [])
-        bucket.append(param)
+        open_buckets.setdefault(key, []).append(param)
         open_bytes[key] = open_bytes.get(key, 0) + spec.nbytes
         if open_bytes[key] >= caps.get(key, first_bucket_cap_bytes):
-            closed.append((arrival[param], tuple(bucket), False))
+            closed.append((arrival[param], tuple(open_buckets.pop(key)), False))
             caps[key] = bucket_cap_bytes
-            del open_buckets[key], open_bytes[key]
+            del open_bytes[key]
     closed += [(arrival[params[-1]], tuple(params), False) for params in open_buckets.values()]
     if not closed:
         return Layout((), tuple(specs))
@@ -159,7 +158,11 @@ def build_layout(
     for index, (_, params, is_direct) in enumerate(closed):
         has_this_flag = has_flag and index == last
         bucket = _place(
-            specs, params, world_size, is_direct=is_direct and not has_this_flag, has_flag=has_this_flag
+            specs,
+            params,
+            world_size,
+            is_direct=is_direct and not has_this_flag,
+            has_flag=has_this_flag,
         )
         buckets.append(replace(bucket, chunks=chunker.split(params)))
     return Layout(tuple(buckets), tuple(specs))

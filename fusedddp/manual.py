@@ -56,7 +56,8 @@ def all_reduce_gradients(
         isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point
     ):
         raise ValueError(
-            f"reduce_dtype: expected a floating dtype such as torch.bfloat16, or None, found {reduce_dtype!r}"
+            "reduce_dtype: expected a floating dtype such as torch.bfloat16, or None, found "
+            f"{reduce_dtype!r}"
         )
     group = require_group(process_group, "fusedddp.all_reduce_gradients")
     names, params = _named_params(module_or_params)
@@ -64,7 +65,7 @@ def all_reduce_gradients(
         if param.grad is not None and param.grad.layout != torch.strided:
             raise NotImplementedError(
                 f"expected dense gradients, found {param.grad.layout} for {name}; sparse gradients "
-                "are not there yet. Reduce that one with torch.distributed, or use a dense embedding."
+                "are not there yet. Use a dense embedding."
             )
     cap, _ = bucket_caps(None)
 
@@ -81,11 +82,15 @@ def all_reduce_gradients(
     )
 
 
-def _named_params(module_or_params: Module | Iterable[torch.Tensor]) -> tuple[list[str], list[Parameter]]:
+def _named_params(
+    module_or_params: Module | Iterable[torch.Tensor],
+) -> tuple[list[str], list[Parameter]]:
     if isinstance(module_or_params, Module):
         named = list(module_or_params.named_parameters())
     elif isinstance(module_or_params, torch.Tensor):
-        raise TypeError("module_or_params: expected a module or an iterable of parameters, found one tensor")
+        raise TypeError(
+            "module_or_params: expected a module or an iterable of parameters, found one tensor"
+        )
     else:
         unique = dict.fromkeys(module_or_params)
         named = [(f"number {i}", p) for i, p in enumerate(unique)]  # type: ignore[misc]
@@ -97,5 +102,7 @@ def _named_params(module_or_params: Module | Iterable[torch.Tensor]) -> tuple[li
             )
     named = [(name, param) for name, param in named if param.requires_grad]
     if not named:
-        raise ValueError("module_or_params: expected at least one parameter that requires a gradient, found none")
+        raise ValueError(
+            "module_or_params: expected at least one parameter that requires a gradient, found none"
+        )
     return [name for name, _ in named], [param for _, param in named]

@@ -16,8 +16,14 @@ from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import UninitializedParameter
 
+from fusedddp.checks import (
+    check_flags,
+    check_module,
+    choose_group,
+    device_index,
+    refuse_what_is_missing,
+)
 from fusedddp.config import MIB, Options, bucket_caps
 from fusedddp.process_group import require_group
 from fusedddp.reducer import Reducer
@@ -90,7 +96,7 @@ class FusedDDP(DistributedDataParallel):
             strides or dtypes of parameters. Every rank raises, whichever it concerns.
     """
 
-    reducer: Reducer
+    reducer: Reducer  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -118,17 +124,17 @@ class FusedDDP(DistributedDataParallel):
         # The base class would build the C++ reducer; only its name and its pure methods are used.
         Module.__init__(self)
         Joinable.__init__(self)
-        self.process_group = _choose_group(process_group, device_mesh)
+        self.process_group = choose_group(process_group, device_mesh)
         problem: Exception | None = None
         try:
-            _refuse_what_is_missing(
+            refuse_what_is_missing(
                 delay_all_reduce_named_params=delay_all_reduce_named_params,
                 param_to_hook_all_reduce=param_to_hook_all_reduce,
                 mixed_precision=mixed_precision,
                 skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
                 bucket_cap_mb_list=bucket_cap_mb_list or None,
             )
-            _check_flags(
+            check_flags(
                 broadcast_buffers=broadcast_buffers,
                 init_sync=init_sync,
                 find_unused_parameters=find_unused_parameters,
@@ -146,7 +152,7 @@ class FusedDDP(DistributedDataParallel):
                 static_graph=static_graph,
                 gradient_as_bucket_view=gradient_as_bucket_view,
             )
-            _check_module(module)
+            check_module(module)
             self._set_ddp_attributes(module, options, dim)
             self._set_devices(device_ids, output_device)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -167,9 +173,11 @@ class FusedDDP(DistributedDataParallel):
         init_sync_buffers = self._set_buffer_flags(broadcast_buffers, forward_sync_buffers)
         if init_sync:
             verify_same(
-                self.process_group, [describe(n, p) for n, p in self._named_replicas()], "parameters"
+                self.process_group,
+                [describe(n, p) for n, p in self._named_replicas()],
+                "parameters",
             )
-            self._assign_modules_buffers()
+            self._assign_modules_buffers()  # type: ignore[no-untyped-call]
             buffers = self.modules_buffers if init_sync_buffers else []
             replicas: list[Tensor] = [p for _, p in self._named_replicas()]
             broadcast([*replicas, *buffers], self.process_group)
@@ -184,8 +192,8 @@ class FusedDDP(DistributedDataParallel):
         self._module_parameters = [p for _, p in self._named_replicas()]
         if not any(p.requires_grad for p in self._module_parameters):
             raise RuntimeError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameter that "
-                f"requires a gradient: expected one in {type(module).__name__}, found "
+                "DistributedDataParallel is not needed when a module doesn't have any parameter "
+                f"that requires a gradient: expected one in {type(module).__name__}, found "
                 f"{len(self._module_parameters)} parameters, all frozen or ignored. Unfreeze one "
                 "before wrapping, or use the module without a wrapper."
             )
@@ -249,16 +257,24 @@ class FusedDDP(DistributedDataParallel):
             self.device_ids = None
             self.output_device = None
         else:
-            self.device_ids = [_device_index(device_ids[0])]
-            self.output_device = _device_index(device_ids[0] if output_device is None else output_device)
+            self.device_ids = [device_index(device_ids[0])]
+            self.output_device = device_index(
+                device_ids[0] if output_device is None else output_device
+            )
 
-    def _set_buffer_flags(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    def _set_buffer_flags(
+        self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+    ) -> bool:
         """Sets `forward_sync_buffers`; returns whether buffers take part in the initial sync."""
         if broadcast_buffers is not None:
-            ignored = " and is ignored beside forward_sync_buffers" if forward_sync_buffers is not None else ""
+            ignored = (
+                " and is ignored beside forward_sync_buffers"
+                if forward_sync_buffers is not None
+                else ""
+            )
             warnings.warn(
-                f"`broadcast_buffers` is deprecated{ignored}. Use `forward_sync_buffers` instead; unlike "
-                "broadcast_buffers=False, forward_sync_buffers=False still syncs buffers at init.",
+                f"`broadcast_buffers` is deprecated{ignored}. Use `forward_sync_buffers` instead; "
+                "unlike broadcast_buffers=False, forward_sync_buffers=False still syncs them at init.",
                 FutureWarning,
                 stacklevel=4,
             )
@@ -288,7 +304,7 @@ class FusedDDP(DistributedDataParallel):
     # -- training --------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module; where gradients are enabled, prepares the backward through its outputs."""
+        """Runs the module; with gradients enabled, prepares the backward through its outputs."""
         with torch.autograd.profiler.record_function("FusedDDP.forward"):
             trains = torch.is_grad_enabled()
             if trains:
@@ -297,7 +313,9 @@ class FusedDDP(DistributedDataParallel):
                 if self.training and self.will_sync_module_buffers() and not _inside_backward():
                     self._sync_buffers()
             if self.device_ids:
-                moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+                moved_inputs, moved_kwargs = self.to_kwargs(  # type: ignore[no-untyped-call]
+                    inputs, kwargs, self.device_ids[0]
+                )
                 inputs, kwargs = moved_inputs[0], moved_kwargs[0]
             with self._inside_ddp_forward():
                 output = self.module(*inputs, **kwargs)
@@ -311,7 +329,7 @@ class FusedDDP(DistributedDataParallel):
     def will_sync_module_buffers(self) -> bool:
         if not (self.require_forward_param_sync and self.forward_sync_buffers):
             return False
-        self._assign_modules_buffers()
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         return bool(self.modules_buffers)
 
     def _sync_buffers(self) -> None:
@@ -324,7 +342,9 @@ class FusedDDP(DistributedDataParallel):
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
-            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            warnings.warn(
+                "You've set static_graph to be True, no need to set it again.", stacklevel=2
+            )
             return
         self.static_graph = True
         self.reducer.options = dataclasses.replace(self.reducer.options, static_graph=True)
@@ -350,7 +370,7 @@ class FusedDDP(DistributedDataParallel):
     def _restore(self, state: Mapping[str, Any], group: dist.ProcessGroup) -> None:
         state = dict(state)
         options = state.pop("_options")
-        Module.__setstate__(self, state)
+        Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self.process_group = group
         self._module_parameters = [p for _, p in self._named_replicas()]
         self._build_reducer(options)
@@ -365,8 +385,9 @@ class FusedDDP(DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:
             raise RuntimeError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process "
-                "group. Pickle model.module or save model.state_dict() instead, and wrap again."
+                "DDP Pickling/Unpickling are only supported when using DDP with the default "
+                "process group. Pickle model.module or save model.state_dict() instead, and wrap "
+                "again."
             )
         return self._local_state()
 
@@ -402,7 +423,7 @@ def _not_there_yet(name: str, instead: str) -> Any:
 for _name, _instead in {
     "join": "Give every rank the same number of batches, or drop the last ones.",
     "join_hook": "Give every rank the same number of batches, or drop the last ones.",
-    "register_comm_hook": "Leave the hook out, or use fusedddp.all_reduce_gradients with reduce_dtype.",
+    "register_comm_hook": "Leave it out; all_reduce_gradients has a reduce_dtype.",
     "_register_builtin_comm_hook": "Leave the hook out.",
     "_register_buffer_comm_hook": "Buffers are broadcast from rank 0.",
     "_register_fused_optim": "Call optimizer.step() after backward.",
@@ -412,72 +433,6 @@ for _name, _instead in {
     "_update_process_group": "Wrap model.module again over the new group.",
 }.items():
     setattr(FusedDDP, _name, _not_there_yet(_name, _instead))
-
-
-def _choose_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    if device_mesh is None:
-        return require_group(process_group, "fusedddp.wrap")
-    if process_group is not None:
-        raise RuntimeError(
-            "Cannot specify both process_group and device_mesh arguments. "
-            f"Found {process_group} and {device_mesh}; leave one of them out."
-        )
-    if not isinstance(device_mesh, DeviceMesh):
-        raise TypeError(
-            f"device_mesh: expected a torch.distributed.device_mesh.DeviceMesh, found {type(device_mesh).__name__}"
-        )
-    if device_mesh.ndim != 1:
-        raise RuntimeError(
-            f"Only 1D device mesh is supported, but got {device_mesh}. Pass the dimension to average over, "
-            "such as mesh['dp']."
-        )
-    return device_mesh.get_group(mesh_dim=0)
-
-
-def _refuse_what_is_missing(**keywords: Any) -> None:
-    for name, value in keywords.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} is not there yet: expected it to be left out, found {value!r}. Use torch's "
-                "DistributedDataParallel where you need it."
-            )
-
-
-def _check_flags(**flags: Any) -> None:
-    may_be_none = ("broadcast_buffers", "forward_sync_buffers")
-    for name, value in flags.items():
-        if not isinstance(value, bool) and not (value is None and name in may_be_none):
-            raise TypeError(f"{name}: expected True or False, found {value!r} ({type(value).__name__})")
-
-
-def _check_module(module: Module) -> None:
-    if not isinstance(module, Module):
-        raise TypeError(f"module: expected a torch.nn.Module, found {type(module).__name__}")
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    for name, param in module.named_parameters():
-        if name in ignored:
-            continue
-        if isinstance(param, UninitializedParameter):
-            raise RuntimeError(
-                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
-                f"Run a dummy forward pass to correctly initialize the modules. Found: {name}"
-            )
-        if param.layout != torch.strided:
-            raise NotImplementedError(f"expected dense parameters, found {param.layout} for {name}")
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and submodule.sparse:
-            if (f"{name}.weight" if name else "weight") not in ignored and submodule.weight.requires_grad:
-                raise NotImplementedError(
-                    f"sparse gradients are not there yet: expected dense ones, found sparse=True in {name or 'the module'}. "
-                    "Build it with sparse=False."
-                )
-
-
-def _device_index(device: int | torch.device | str) -> int:
-    if isinstance(device, int):
-        return device
-    index = torch.device(device).index
-    return torch.accelerator.current_device_index() if index is None else index
 
 
 def _inside_backward() -> bool:

@@ -100,7 +100,11 @@ def param_specs(
 ) -> list[ParamSpec]:
     return [
         ParamSpec(
-            tuple(p.shape), p.dtype, p.device, reduce_dtype or wire_dtype(p.dtype, p.device), p.stride()
+            tuple(p.shape),
+            p.dtype,
+            p.device,
+            reduce_dtype or wire_dtype(p.dtype, p.device),
+            p.stride(),
         )
         for p in params
     ]

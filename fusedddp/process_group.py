@@ -24,7 +24,8 @@ def require_group(process_group: dist.ProcessGroup | None, caller: str) -> dist.
         group = dist.group.WORLD
         assert group is not None
         return group
-    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+    # torch hands out an int in place of the group on ranks outside of it.
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
         raise ValueError(
             f"process_group: expected a group that this rank ({dist.get_rank()}) is a member of, "
             f"found one that it is not in. Call {caller} only on the ranks of the group."

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
@@ -16,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from fusedddp.bucket import Bucket, Chunk
 from fusedddp.collectives import Collective
 from fusedddp.config import Options
 from fusedddp.control import Control, ControlReading
+from fusedddp.hooks import ParamHooks
 from fusedddp.layout import Layout, build_layout
 from fusedddp.one_shot import param_specs, reduce_gradients
 
@@ -36,21 +35,22 @@ _CACHED_BYTES = 256 * 1024
 
 # Note [Rounds]
 # ~~~~~~~~~~~~~
-# A round issues every bucket once, in index order, on every rank. Whatever happens in a backward, each rank that takes part in it issues one round: gradients that
-# did not come are zeros, a backward that an exception ended is completed with zeros before the
-# next forward. So ranks never pair different collectives. A backward in which no parameter of the
-# wrapper received anything (torch.autograd.grad) is no round.
+# A round issues every bucket once, in index order, on every rank. Whatever happens in a backward,
+# each rank that takes part in it issues one round: gradients that did not come are zeros, and a
+# backward that an exception ended is completed with zeros before the next forward. So ranks never
+# pair different collectives. A backward in which no parameter of the wrapper received anything
+# (torch.autograd.grad) is no round.
 
 # Note [The flag]
 # ~~~~~~~~~~~~~~~
-# In most rounds every rank has every gradient and nothing more need be said. A rank that lacks some,
-# or got some too late, must tell the others. A second small collective in each round would cost 2 to
-# 4 ms on two gloo ranks that share two cores, a fifth of all synchronisation for a small model. So
-# where reading a value is free, which is on CPU, the last bucket has one more element: a rank that
-# has something to say sets it, all ranks see that it is not zero, and only then issue the control
-# exchange. On an accelerator reading would make the host wait for the device; there the control
-# exchange is issued in every round, but only if unused parameters are allowed, and read only by ranks
-# that lack something.
+# In most rounds every rank has every gradient and nothing more need be said. A rank that lacks
+# some, or got some too late, must tell the others. A second small collective in each round was seen
+# to cost 2 to 4 ms on two gloo ranks that share two cores, a fifth of the whole tax for a small
+# model. So where reading a value is free, which is on CPU, the last bucket has one more element: a
+# rank that has something to say sets it, all ranks see that it is not zero, and only then issue the
+# control exchange. On an accelerator reading would make the host wait for the device; there the
+# exchange is issued in every round, but only if unused parameters are allowed, and read only by
+# ranks that lack something.
 
 
 class Phase(enum.Enum):
@@ -98,7 +98,6 @@ class Reducer:
         self._requires_sync = requires_sync
         self._on_round = on_round
         self._forward_syncs = True
-        self._lock = threading.RLock()
         # 1 for parameters that received a gradient: in this backward, and in backwards without
         # reduction since the last round.
         self._fired = bytearray(len(self.params))
@@ -110,51 +109,29 @@ class Reducer:
         self._notes_producers = not self._reads_freely
         self._unfinished: tuple[list[int], list[int]] | None = None
         self._start_backward_state()
-        self._handles = [
-            param.register_post_accumulate_grad_hook(self._make_hook(index))
-            for index, param in enumerate(self.params)
-        ]
-        self._frozen_handles = [_refuse_gradients(name, param) for name, param in frozen]
-        # Hooks hold the reducer weakly and die with it, so that a module can be wrapped again.
-        handles = [*self._handles, *self._frozen_handles]
-        self._remove_hooks = weakref.finalize(self, _remove_all, handles)
-        self._remove_hooks.atexit = False
-
-    # -- hooks -----------------------------------------------------------------------------------
-
-    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
-        reducer_ref = weakref.ref(self)
-
-        def hook(param: Tensor) -> None:
-            reducer = reducer_ref()
-            if reducer is not None:
-                reducer.mark_ready(index, param)
-
-        def locking_hook(param: Tensor) -> None:
-            reducer = reducer_ref()
-            if reducer is not None:
-                with reducer._lock:
-                    reducer.mark_ready(index, param)
-
-        # Hooks of modules on several devices run on several threads.
-        return locking_hook if len({param.device for param in self.params}) > 1 else hook
+        self._hooks = ParamHooks(self, self.params, frozen)
 
     def remove_hooks(self) -> None:
         """Takes the hooks off the parameters; backwards are local from then on."""
-        self._remove_hooks()
+        self._hooks.remove()
+
+    # -- gradients arrive ------------------------------------------------------------------------
 
     def mark_ready(self, index: int, param: Tensor) -> None:
         """The hook of parameter `index`: a gradient has been accumulated into its `.grad`.
 
         Runs once per parameter and backward, with cold caches, so every line of it counts.
         """
-        if self.phase is not Phase.REDUCING:
-            self._begin_or_record(index, param)
-            if self.phase is not Phase.REDUCING:
-                return
+        if self.phase is not Phase.REDUCING and not self._begin_or_record(index, param):
+            return
+        gradient = param.grad
+        if gradient is None:  # an undefined gradient delivers nothing
+            return
+        if gradient.is_sparse:
+            self._refuse_sparse(index)
         chunk = self._chunks[index]
         if self._fired[index]:
-            if chunk.is_taken and param.grad is not None and index not in self._late:
+            if chunk.is_taken and index not in self._late:
                 self._late.append(index)
             return
         self._fired[index] = 1
@@ -166,10 +143,10 @@ class Reducer:
 
     def _take(self, chunk: Chunk, index: int, param: Tensor) -> None:
         """All gradients of `chunk` are there; that of `index` came last."""
-        if not self._is_last_hook(index, param):
-            return
-        if any(p.grad is None or p.grad.is_sparse for p in chunk.params):
-            self._check_gradients(chunk)
+        if not self._hooks.is_last(index, param):
+            # A hook that the user registered after ours has yet to run. The chunk is taken at the
+            # end of the backward, and our hook put last.
+            self._overtaken.append(index)
             return
         bucket = chunk.bucket
         bucket.take(chunk)
@@ -180,20 +157,12 @@ class Reducer:
                 self.buckets[self._next].launch()
                 self._next += 1
 
-    def _check_gradients(self, chunk: Chunk) -> None:
-        """Leaves a chunk for the end whose hooks fired with undefined gradients."""
-        indices = chunk.bucket.layout.params[chunk.start :]
-        for index, param in zip(indices, chunk.params, strict=False):
-            if param.grad is None:
-                self._fired[index] = 0
-            elif param.grad.is_sparse:
-                self._refuse_sparse(index)
-
-    def _begin_or_record(self, index: int, param: Tensor) -> None:
-        if self.phase is Phase.IDLE:
-            self._begin_backward()
-        if param.grad is None:
-            return
+    def _begin_or_record(self, index: int, param: Tensor) -> bool:
+        """`mark_ready` outside of `Phase.REDUCING`. Returns whether that has begun now."""
+        if self.phase is Phase.IDLE and self._begin_backward() is Phase.REDUCING:
+            return True
+        if param.grad is None:  # an undefined gradient delivers nothing
+            return False
         if param.grad.is_sparse:
             self._refuse_sparse(index)
         self._fired[index] = 1
@@ -201,6 +170,7 @@ class Reducer:
             self._order.pop(index, None)  # ordered by the last time it fires
             self._order[index] = None
             self._fire_counts[index] += 1
+        return False
 
     def _refuse_sparse(self, index: int) -> NoReturn:
         raise NotImplementedError(
@@ -208,24 +178,6 @@ class Reducer:
             "gradients are not there yet. Use a dense embedding, or leave the parameter out with "
             "_set_params_and_buffers_to_ignore_for_model."
         )
-
-    def _is_last_hook(self, index: int, param: Tensor) -> bool:
-        """Whether hooks that the user registered have run already, as they do under DDP.
-
-        If not, this gradient waits for the end of the backward, and our hook is put last then.
-        """
-        hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if len(hooks) == 1 or next(reversed(hooks)) == self._handles[index].id:
-            return True
-        self._overtaken.append(index)
-        return False
-
-    def _put_hooks_last(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            hooks = self.params[index]._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-            own = self._handles[index].id
-            if next(reversed(hooks)) != own:
-                hooks[own] = hooks.pop(own)
 
     # -- phases ----------------------------------------------------------------------------------
 
@@ -264,14 +216,15 @@ class Reducer:
 
         for output in outputs:
             if output.requires_grad:
-                output.register_hook(hook)
+                output.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def check_finalized(self) -> None:
         """Raises RuntimeError if the last backward did not run to its end."""
         if self.phase is not Phase.IDLE:
             raise RuntimeError(
                 "expected the last backward to have run to its end, found that it did not (phase "
-                f"{self.phase.value!r}); an exception may have ended it. The next forward completes it."
+                f"{self.phase.value!r}); an exception may have ended it. The next forward completes "
+                "its reduction."
             )
 
     def _start_backward_state(self) -> None:
@@ -284,7 +237,7 @@ class Reducer:
         self._order: dict[int, None] = {}
         self._fire_counts = [0] * len(self.params) if self.layout is None else []
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self) -> Phase:
         self._start_backward_state()
         if not (self._requires_sync() and self._forward_syncs):
             self.phase = Phase.LOCAL
@@ -297,7 +250,8 @@ class Reducer:
             if reducer is not None:
                 reducer.finalize_backward()
 
-        torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        return self.phase
 
     def finalize_backward(self) -> None:
         """The end of the outermost backward: completes the round that it began."""
@@ -323,13 +277,15 @@ class Reducer:
             "The last backward ended in an exception. Its reduction is completed with zeros, so "
             "that ranks stay in step, and its gradients are dropped."
         )
-        places = self._places or [None] * len(self.params)
-        left = []
-        fired_at_all = _either(self._fired, self._fired_before)
-        for param, fired, place in zip(self.params, fired_at_all, places, strict=True):
+        left: list[Tensor | None] = []
+        for index, fired in enumerate(_either(self._fired, self._fired_before)):
+            param = self.params[index]
             if fired:
                 param.grad = None
-            left.append(param.grad if place is None else place[0].set_aside(place[1]))
+            elif self._places:
+                bucket, slot = self._places[index]
+                bucket.set_aside(slot)
+            left.append(param.grad)
             param.grad = None
         self._fired = bytearray(len(self.params))
         self._fired_before = bytearray(len(self.params))
@@ -350,7 +306,7 @@ class Reducer:
     # -- rounds ----------------------------------------------------------------------------------
 
     def _complete_round(self, *, recording_was_abandoned: bool = False) -> None:
-        self._put_hooks_last(self._overtaken)
+        self._hooks.put_last(self._overtaken)
         if 0 in self._fired and 1 in self._fired_before:
             self._fired = _either(self._fired, self._fired_before)
         if self.layout is None:
@@ -428,7 +384,7 @@ class Reducer:
                 chunks.update((index, chunk) for index in bucket.layout.params[chunk.start : stop])
         self._places = [places[index] for index in range(len(self.params))]
         self._chunks = [chunks[index] for index in range(len(self.params))]
-        self._put_hooks_last(range(len(self.params)))
+        self._hooks.put_last(range(len(self.params)))
 
     def _round(self) -> None:
         """Completes the round of all buckets. See Note [The flag]."""
@@ -464,7 +420,9 @@ class Reducer:
         if late or reading is not None:
             self._settle_late(late, reading)
         if reading is not None:
-            self._note_lacking((reading.num_ranks < self.collective.world_size).nonzero().flatten().tolist())
+            self._note_lacking(
+                (reading.num_ranks < self.collective.world_size).nonzero().flatten().tolist()
+            )
         else:
             self._note_lacking(absent)
 
@@ -492,14 +450,12 @@ class Reducer:
         """
         if not self._reads_freely or reading is None:
             if late:
-                for index in late:
-                    self.params[index].grad = None
                 raise RuntimeError(
-                    f"expected each of these parameters to receive its last gradient before its "
-                    f"bucket was reduced, as in the first backward, found a later one on rank "
+                    "expected each of these parameters to receive its last gradient before its "
+                    "bucket was reduced, as in the first backward, found a later one on rank "
                     f"{dist.get_rank(self.collective.group)}: "
-                    f"{', '.join(self.names[i] for i in late)}. Their gradients were dropped. "
-                    "Wrap the model anew after changing how often a block runs in one backward."
+                    f"{', '.join(self.names[i] for i in late)}. All gradients of this backward "
+                    "were dropped. Wrap the model again after changing how often a block runs."
                 )
             return
         indices = reading.is_late.nonzero().flatten().tolist()
@@ -545,25 +501,5 @@ class Reducer:
         return "\n".join(lines)
 
 
-def _refuse_gradients(name: str, param: Parameter) -> RemovableHandle:
-    """Makes a backward raise that gives a gradient to a parameter frozen at construction."""
-
-    def hook(param: Tensor) -> None:
-        raise RuntimeError(
-            f"expected {name} to stay frozen, as it was when the module was wrapped, found a gradient "
-            "for it. It would differ between ranks. Wrap the module again after unfreezing parameters."
-        )
-
-    param.requires_grad_(True)  # a frozen parameter refuses hooks
-    handle = param.register_post_accumulate_grad_hook(hook)
-    param.requires_grad_(False)
-    return handle
-
-
 def _either(a: bytearray, b: bytearray) -> bytearray:
     return bytearray(x | y for x, y in zip(a, b, strict=True))
-
-
-def _remove_all(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

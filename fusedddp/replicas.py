@@ -47,7 +47,9 @@ def verify_same(group: dist.ProcessGroup, descriptions: Sequence[str], what: str
         raise_first_difference(group, descriptions, what)
 
 
-def raise_first_difference(group: dist.ProcessGroup, descriptions: Sequence[str], what: str) -> None:
+def raise_first_difference(
+    group: dist.ProcessGroup, descriptions: Sequence[str], what: str
+) -> None:
     """Raises what `verify_same` says. Collective; call it when ranks are known to differ."""
     everywhere = gather(group, list(descriptions))
     first = everywhere[0]
@@ -58,7 +60,9 @@ def raise_first_difference(group: dist.ProcessGroup, descriptions: Sequence[str]
             (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
             min(len(first), len(other)),
         )
-        mine, theirs = (lines[index] if index < len(lines) else "nothing" for lines in (first, other))
+        mine, theirs = (
+            lines[index] if index < len(lines) else "nothing" for lines in (first, other)
+        )
         raise RuntimeError(
             f"expected the same {what} on all ranks, found {len(first)} on rank 0 and {len(other)} "
             f"on rank {rank}; the first that differs is number {index}: rank 0 has [{mine}], "

@@ -13,7 +13,9 @@ def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
     ).to(dtype)
 
 
-def batch(seed: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def batch(
+    seed: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randn(shape, generator=generator).to(dtype)
 

@@ -113,9 +113,7 @@ def _stack_file(folder: Path, generation: int, rank: int) -> Path:
     return folder / f"stacks-{generation}-{rank}.txt"
 
 
-def _work(
-    rank: int, world_size: int, folder: Path, generation: int, pipe: Connection
-) -> None:
+def _work(rank: int, world_size: int, folder: Path, generation: int, pipe: Connection) -> None:
     stacks = _stack_file(folder, generation, rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     import torch

@@ -43,7 +43,13 @@ def check_kinds(rank: int) -> None:
     model = Buffers(rank)
     wrapped = fusedddp.wrap(model)
     for step in range(3):
-        for name, value in (("wide", 0.0), ("steps", 0), ("turned", 0.0), ("spiral", 1j), ("short", 0)):
+        for name, value in (
+            ("wide", 0.0),
+            ("steps", 0),
+            ("turned", 0.0),
+            ("spiral", 1j),
+            ("short", 0),
+        ):
             buffer = getattr(model, name)
             assert torch.equal(buffer, torch.full_like(buffer, value)), name
         assert model.mask.tolist() == [True, True, False, False]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fusedddp_kernels import Slots, flatten, is_dense, scale_, unflatten
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+
+from fusedddp_kernels import Slots, flatten, is_dense, scale_, unflatten
 
 REAL = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -52,7 +53,9 @@ def tensors(draw: st.DrawFn, dtypes: list[torch.dtype]) -> Tensor:
     if numel:
         values = draw(st.lists(st.sampled_from(SPECIAL), min_size=numel, max_size=numel))
         parts = torch.tensor(values, dtype=torch.float64)
-        tensor.copy_((torch.complex(parts, parts.flip(0)) if dtype.is_complex else parts).view(shape))
+        tensor.copy_(
+            (torch.complex(parts, parts.flip(0)) if dtype.is_complex else parts).view(shape)
+        )
     tensor = tensor.permute(draw(st.permutations(range(tensor.dim()))))
     if dtype.is_complex and draw(st.booleans()):
         tensor = tensor.conj()
@@ -88,12 +91,12 @@ def test_flatten(sources, present, buffer, scale, gap) -> None:
     for padding in slots.padding:
         assert not padding.any()
     for source, before in zip(sources, memory, strict=True):
-        assert bytes(source.untyped_storage()) == before, "a source or its neighbourhood was written"
+        assert bytes(source.untyped_storage()) == before, (
+            "a source or its neighbourhood was written"
+        )
 
 
-@given(
-    sources=st.lists(tensors(REAL), min_size=2, max_size=5), scale=scales, data=st.data()
-)
+@given(sources=st.lists(tensors(REAL), min_size=2, max_size=5), scale=scales, data=st.data())
 def test_flatten_of_neighbours_leaves_other_slots(sources, scale, data) -> None:
     slots = make_slots(sources, torch.float32, 2)
     first = data.draw(st.integers(0, len(sources) - 1))
@@ -117,7 +120,9 @@ def test_unflatten(destinations, skipped, buffer, scale, seed) -> None:
     destinations = [d.resolve_neg().resolve_conj() for d in destinations]
     slots = make_slots(destinations, buffer, 2)
     generator = torch.Generator().manual_seed(seed)
-    slots.flat.copy_(torch.randn(slots.flat.numel(), generator=generator, dtype=torch.float64) * 100)
+    slots.flat.copy_(
+        torch.randn(slots.flat.numel(), generator=generator, dtype=torch.float64) * 100
+    )
     before = [d.clone() for d in destinations]
     flat = slots.flat.clone()
     targets = [None if skip else d for d, skip in zip(destinations, skipped, strict=False)]

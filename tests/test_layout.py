@@ -35,7 +35,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[ParamSpec], list[int], Layout, dict[s
 
 @given(layouts())
 def test_every_parameter_has_one_aligned_slot_of_its_own(drawn) -> None:
-    members, order, layout, keywords = drawn
+    members, _, layout, keywords = drawn
     assert sorted(i for b in layout.buckets for i in b.params) == list(range(len(members)))
     for bucket in layout.buckets:
         end = 0
@@ -55,7 +55,7 @@ def test_every_parameter_has_one_aligned_slot_of_its_own(drawn) -> None:
 
 @given(layouts())
 def test_buckets_follow_arrival(drawn) -> None:
-    members, order, layout, keywords = drawn
+    _, order, layout, _ = drawn
     arrival = {param: position for position, param in enumerate(order)}
     last = [arrival[bucket.params[-1]] for bucket in layout.buckets]
     assert last == sorted(last)
@@ -66,7 +66,7 @@ def test_buckets_follow_arrival(drawn) -> None:
 
 @given(layouts())
 def test_chunks_cover_each_bucket_and_stay_small(drawn) -> None:
-    members, order, layout, keywords = drawn
+    members, _, layout, keywords = drawn
     before = 0
     for bucket in layout.buckets:
         assert bucket.chunks[0][0] == 0 and bucket.chunks[-1][1] == len(bucket.params)

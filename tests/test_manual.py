@@ -117,7 +117,9 @@ def check_bad(rank: int) -> None:
     other = nn.Linear(4, 4 + rank)
     for p in other.parameters():
         p.grad = torch.ones_like(p)
-    with pytest.raises(RuntimeError, match=r"expected the same parameters on all ranks.*weight: shape"):
+    with pytest.raises(
+        RuntimeError, match=r"expected the same parameters on all ranks.*weight: shape"
+    ):
         fusedddp.all_reduce_gradients(other)
     with pytest.raises(RuntimeError, match="expected the same parameters on all ranks"):
         fusedddp.all_reduce_gradients(model if rank else other)

@@ -69,8 +69,9 @@ def check_no_sync_placement(rank: int, around: str) -> None:
         wrapped(batch(step + 10, rank, (3, 4))).square().mean().backward()
         want = mean_of_ranks(
             model,
-            lambda m, r: m(batch(step, r, (3, 4))).square().mean()
-            + m(batch(step + 10, r, (3, 4))).square().mean(),
+            lambda m, r, s=step: sum(
+                m(batch(seed, r, (3, 4))).square().mean() for seed in (s, s + 10)
+            ),
         )
         assert_gradients(model, want)
 
@@ -272,7 +273,7 @@ def check_other_methods(rank: int) -> None:
     wrapped = fusedddp.wrap(model)
     assert wrapped.version == "v1"
     assert wrapped.head is model.head
-    with pytest.raises(AttributeError, match="neither FusedDDP nor the Methods in it has .* 'x'"):
+    with pytest.raises(AttributeError, match=r"neither FusedDDP nor the Methods in it has .* 'x'"):
         wrapped.x  # noqa: B018
     for step in range(3):
         wrapped.zero_grad()
@@ -766,7 +767,9 @@ def check_ignored(rank: int) -> None:
     dist.all_gather(other, model[2].weight.grad.contiguous())
     assert not torch.equal(*other), "the ignored parameter was reduced"
     dist.all_gather(other, model[2].weight.detach())
-    dist.all_gather(reduced := [torch.empty_like(model[4].bias) for _ in range(2)], model[4].bias.grad)
+    dist.all_gather(
+        reduced := [torch.empty_like(model[4].bias) for _ in range(2)], model[4].bias.grad
+    )
     assert torch.equal(*reduced)
 
 
@@ -812,9 +815,13 @@ def check_copies(rank: int) -> None:
     before = gradients(wrapped)
     twin.zero_grad()
     twin(batch(1, rank, (8, 20))).square().sum().backward()
-    assert_gradients(twin, mean_of_ranks(mlp(), lambda m, r: m(batch(1, r, (8, 20))).square().sum()))
+    assert_gradients(
+        twin, mean_of_ranks(mlp(), lambda m, r: m(batch(1, r, (8, 20))).square().sum())
+    )
     assert_gradients(wrapped, before, exact=True)
-    with pytest.raises(RuntimeError, match="only supported when using DDP with the default process"):
+    with pytest.raises(
+        RuntimeError, match="only supported when using DDP with the default process"
+    ):
         torch.save(wrapped, io.BytesIO())
 
     default = fusedddp.wrap(mlp(), gradient_as_bucket_view=False)
@@ -823,7 +830,9 @@ def check_copies(rank: int) -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     loaded(batch(1, rank, (8, 20))).square().sum().backward()
-    assert_gradients(loaded, mean_of_ranks(mlp(), lambda m, r: m(batch(1, r, (8, 20))).square().sum()))
+    assert_gradients(
+        loaded, mean_of_ranks(mlp(), lambda m, r: m(batch(1, r, (8, 20))).square().sum())
+    )
     assert loaded.reducer.options == default.reducer.options
     theirs = DistributedDataParallel(mlp())
     theirs.load_state_dict(default.state_dict())

@@ -29,7 +29,6 @@ def compute_dtype(source: torch.dtype) -> torch.dtype:
     return torch.float64 if source in (torch.float64, torch.complex128) else torch.float32
 
 
-@torch.no_grad()
 def flatten(
     sources: Sequence[Tensor | None],
     slots: Slots,
@@ -43,10 +42,10 @@ def flatten(
             dtype (complex exactly where the slot is). None writes zeros. A source that is its own
             slot is scaled in place.
         slots: where to.
-        scale: 0-dim tensor on the device of `slots`, fp64 or already in the `compute_dtype` of every
-            source; None for 1.
+        scale: 0-dim tensor on the device of `slots`, fp64 or already in the `compute_dtype` of
+            every source; None for 1.
         first: index of the slot of the first source. If all slots are written the padding is
-            zeroed; otherwise other slots stay as they are, and so does padding that is zero.
+            zeroed; otherwise padding and other slots stay as they are.
 
     Raises:
         ValueError: there are more sources than slots.
@@ -57,25 +56,23 @@ def flatten(
             f"expected at most one source per slot, found {len(sources)} from slot {first} of "
             f"{len(slots.views)} on"
         )
+    buffer = slots.flat.dtype
+    is_exact = _multiplies_exactly(slots.flat)
     zeros: list[Tensor] = []
-    if scale is None:
-        zeros = [view for view, source in zip(views, sources, strict=True) if source is None]
-        given = [source for source in sources if source is not None]
-        if given:
-            present = [view for view, source in zip(views, sources, strict=True) if source is not None]
-            torch._foreach_copy_(present, [as_real(source) for source in given])
-    else:
-        # One pass per tensor. Copying all and then scaling the buffer takes fewer calls, but inside
-        # of a backward it costs a third more (400 tensors of 64x64, one core of an EPYC).
-        multiply, buffer = torch.mul, slots.flat.dtype
-        is_exact = _multiplies_exactly(slots.flat)
-        for view, source in zip(views, sources, strict=True):
-            if source is None:
-                zeros.append(view)
-            elif is_exact and source.dtype == buffer:
-                multiply(source, scale, out=view)
-            else:
-                _scaled_copy(view, source, scale)
+    # One pass per tensor. Copying all and then scaling the buffer takes fewer calls, but inside of
+    # a backward it costs a third more (400 tensors of 64x64, one core of an EPYC).
+    for view, source in zip(views, sources, strict=True):
+        if source is None:
+            zeros.append(view)
+            continue
+        if source.requires_grad:
+            source = source.detach()
+        if scale is None:
+            view.copy_(as_real(source))
+        elif is_exact and source.dtype == buffer:
+            torch.mul(source, scale, out=view)
+        else:
+            _scaled_copy(view, source, scale)
     if len(views) == len(slots.views):
         zeros += slots.padding
     if zeros:
@@ -102,7 +99,8 @@ def unflatten(
     """
     if len(slots.views) != len(destinations):
         raise ValueError(
-            f"expected one destination per slot, found {len(destinations)} for {len(slots.views)} slots"
+            f"expected one destination per slot, found {len(destinations)} for "
+            f"{len(slots.views)} slots"
         )
     pairs = [(d, view) for d, view in zip(destinations, slots.views, strict=True) if d is not None]
     if scale is None:

@@ -44,7 +44,9 @@ class Slots:
                 f"found size {tuple(flat.shape)}, strides {flat.stride()}, {flat.dtype}"
             )
         if len(offsets) != len(like):
-            raise ValueError(f"expected one offset per tensor, found {len(offsets)} for {len(like)}")
+            raise ValueError(
+                f"expected one offset per tensor, found {len(offsets)} for {len(like)}"
+            )
         self.flat = flat
         self.offsets = tuple(offsets)
         self.views: list[Tensor] = []
@@ -77,7 +79,9 @@ def is_dense(tensor: Tensor) -> bool:
         return True
     expected = 1
     for stride, size in sorted(
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size != 1
     ):
         if stride != expected:
             return False

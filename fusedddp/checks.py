@@ -1,0 +1,87 @@
+"""Checks of the wrapper's arguments, each with an error that says what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+from torch.nn.parameter import UninitializedParameter
+
+from fusedddp.process_group import require_group
+
+
+def choose_group(
+    process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
+) -> dist.ProcessGroup:
+    if device_mesh is None:
+        return require_group(process_group, "fusedddp.wrap")
+    if process_group is not None:
+        raise RuntimeError(
+            "Cannot specify both process_group and device_mesh arguments. "
+            f"Found {process_group} and {device_mesh}; leave one of them out."
+        )
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(
+            "device_mesh: expected a torch.distributed.device_mesh.DeviceMesh, found "
+            f"{type(device_mesh).__name__}"
+        )
+    if device_mesh.ndim != 1:
+        raise RuntimeError(
+            f"Only 1D device mesh is supported, but got {device_mesh}. Pass the dimension to "
+            "average over, such as mesh['dp']."
+        )
+    return device_mesh.get_group(mesh_dim=0)
+
+
+def refuse_what_is_missing(**keywords: Any) -> None:
+    for name, value in keywords.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} is not there yet: expected it to be left out, found {value!r}. Use "
+                "torch's DistributedDataParallel where you need it."
+            )
+
+
+def check_flags(**flags: Any) -> None:
+    may_be_none = ("broadcast_buffers", "forward_sync_buffers")
+    for name, value in flags.items():
+        if not isinstance(value, bool) and not (value is None and name in may_be_none):
+            raise TypeError(
+                f"{name}: expected True or False, found {value!r} ({type(value).__name__})"
+            )
+
+
+def check_module(module: Module) -> None:
+    if not isinstance(module, Module):
+        raise TypeError(f"module: expected a torch.nn.Module, found {type(module).__name__}")
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, param in module.named_parameters():
+        if name in ignored:
+            continue
+        if isinstance(param, UninitializedParameter):
+            raise RuntimeError(
+                "Modules with uninitialized parameters can't be used with "
+                "`DistributedDataParallel`. Run a dummy forward pass to correctly "
+                f"initialize the modules. Found: {name}"
+            )
+        if param.layout != torch.strided:
+            raise NotImplementedError(f"expected dense parameters, found {param.layout} for {name}")
+    for name, submodule in module.named_modules():
+        if not isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            continue
+        weight = f"{name}.weight" if name else "weight"
+        if submodule.sparse and submodule.weight.requires_grad and weight not in ignored:
+            raise NotImplementedError(
+                "sparse gradients are not there yet: expected dense ones, found sparse=True for "
+                f"{weight}. Build the embedding with sparse=False."
+            )
+
+
+def device_index(device: int | torch.device | str) -> int:
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return torch.accelerator.currentdevice_index() if index is None else index

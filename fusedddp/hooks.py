@@ -1,0 +1,105 @@
+"""Hooks on parameters: they run after those of the user and die with what they call."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+
+class _Listener(Protocol):
+    def mark_ready(self, index: int, param: Tensor) -> None: ...
+
+
+class ParamHooks:
+    """Calls ``listener.mark_ready(index, param)`` after each accumulation into `param.grad`.
+
+    Post-accumulate hooks, because a retained AccumulateGrad node would stay tied to the stream on
+    which it was made. The listener is held weakly, so that a module can be wrapped again.
+
+    Args:
+        listener: whose method is called.
+        trained: the parameters; `index` is the position in here.
+        frozen: names and parameters whose gradient is an error.
+    """
+
+    def __init__(
+        self,
+        listener: _Listener,
+        trained: Sequence[Parameter],
+        frozen: Sequence[tuple[str, Parameter]],
+    ) -> None:
+        self._params = trained
+        # Hooks of modules on several devices run on several threads.
+        lock = threading.RLock() if len({param.device for param in trained}) > 1 else None
+        reference = weakref.ref(listener)
+        self._handles = [
+            _register(param, _make_hook(reference, index, lock))
+            for index, param in enumerate(trained)
+        ]
+        handles = [*self._handles, *(_refuse_gradients(name, param) for name, param in frozen)]
+        self.remove = weakref.finalize(listener, _remove_all, handles)
+        self.remove.atexit = False
+
+    def is_last(self, index: int, param: Tensor) -> bool:
+        """Whether the hook on `param` runs after all hooks of the user, as DDP's does."""
+        hooks = _hooks_of(param)
+        return len(hooks) == 1 or next(reversed(hooks)) == self._handles[index].id
+
+    def put_last(self, indices: Iterable[int]) -> None:
+        """Makes the hooks on these parameters the last ones. Not while one of them runs."""
+        for index in indices:
+            param = self._params[index]
+            if not self.is_last(index, param):
+                hooks, own = _hooks_of(param), self._handles[index].id
+                hooks[own] = hooks.pop(own)  # move_to_end has no effect on autograd's order
+
+
+def _make_hook(
+    reference: weakref.ref[Any], index: int, lock: threading.RLock | None
+) -> Callable[[Tensor], None]:
+    def hook(param: Tensor) -> None:
+        listener = reference()
+        if listener is not None:
+            listener.mark_ready(index, param)
+
+    def locking_hook(param: Tensor) -> None:
+        assert lock is not None
+        with lock:
+            hook(param)
+
+    return hook if lock is None else locking_hook
+
+
+def _refuse_gradients(name: str, param: Parameter) -> RemovableHandle:
+    def hook(param: Tensor) -> None:
+        raise RuntimeError(
+            f"expected {name} to stay frozen, as it was when the module was wrapped, found a "
+            "gradient for it. It would differ between ranks. Wrap the module again after "
+            "unfreezing parameters."
+        )
+
+    param.requires_grad_(True)  # a frozen parameter refuses hooks; the hook survives freezing
+    handle = _register(param, hook)
+    param.requires_grad_(False)
+    return handle
+
+
+def _register(param: Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _hooks_of(param: Tensor) -> dict[int, Any]:
+    hooks: dict[int, Any] = param._post_accumulate_grad_hooks
+    return hooks
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
