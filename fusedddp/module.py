@@ -170,6 +170,7 @@ class FusedDDP(DistributedDataParallel):
                 stacklevel=3,
             )
         self.batched_grad_copy = batched_grad_copy
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         init_sync_buffers = self._set_buffer_flags(broadcast_buffers, forward_sync_buffers)
         if init_sync:
             verify_same(
@@ -177,7 +178,6 @@ class FusedDDP(DistributedDataParallel):
                 [describe(n, p) for n, p in self._named_replicas()],
                 "parameters",
             )
-            self._assign_modules_buffers()  # type: ignore[no-untyped-call]
             buffers = self.modules_buffers if init_sync_buffers else []
             replicas: list[Tensor] = [p for _, p in self._named_replicas()]
             broadcast([*replicas, *buffers], self.process_group)
@@ -274,7 +274,8 @@ class FusedDDP(DistributedDataParallel):
             )
             warnings.warn(
                 f"`broadcast_buffers` is deprecated{ignored}. Use `forward_sync_buffers` instead; "
-                "unlike broadcast_buffers=False, forward_sync_buffers=False still syncs them at init.",
+                "unlike broadcast_buffers=False, forward_sync_buffers=False still syncs them at "
+                "init.",
                 FutureWarning,
                 stacklevel=4,
             )
@@ -326,18 +327,15 @@ class FusedDDP(DistributedDataParallel):
                 )
             return output
 
-    def will_sync_module_buffers(self) -> bool:
-        if not (self.require_forward_param_sync and self.forward_sync_buffers):
-            return False
-        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
-        return bool(self.modules_buffers)
-
     def _sync_buffers(self) -> None:
-        start_broadcast(self.modules_buffers, self.process_group)()
+        self._start_buffer_sync()()
 
     def _start_buffer_sync(self) -> Callable[[], None]:
+        """Starts the broadcast of rank 0's buffers; returns what is to be called to finish it."""
         if not self.will_sync_module_buffers():
             return lambda: None
+        # Again each time, because modules may put another tensor in a buffer's place.
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         return start_broadcast(self.modules_buffers, self.process_group)
 
     def _set_static_graph(self) -> None:
@@ -373,6 +371,7 @@ class FusedDDP(DistributedDataParallel):
         Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self.process_group = group
         self._module_parameters = [p for _, p in self._named_replicas()]
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         self._build_reducer(options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedDDP:

@@ -223,8 +223,8 @@ class Reducer:
         if self.phase is not Phase.IDLE:
             raise RuntimeError(
                 "expected the last backward to have run to its end, found that it did not (phase "
-                f"{self.phase.value!r}); an exception may have ended it. The next forward completes "
-                "its reduction."
+                f"{self.phase.value!r}); an exception may have ended it. The next forward "
+                "completes its reduction."
             )
 
     def _start_backward_state(self) -> None:

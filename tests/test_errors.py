@@ -156,7 +156,7 @@ def check_different(rank: int, what: str) -> tuple[str, str]:
         ("dtype", "0.weight: shape (4, 4), torch.float32", "0.weight: shape (4, 4), torch.float64"),
         ("name", "left.weight: shape (4, 4)", "right.weight: shape (4, 4)"),
         ("stride", "weight: shape (4, 3, 2, 2), t", "weight: shape (4, 3, 2, 2), strides (12, 1, "),
-        ("frozen", "1.weight: shape (1, 4), torch.float32]", "1.weight: shape (1, 4), torch.float32, "),
+        ("frozen", "1.weight: shape (1, 4), torch.float32]", ", torch.float32, frozen]"),
         ("number", "nothing]", "2.weight: shape (4, 4), torch.float32]"),
     ],
 )  # fmt: skip

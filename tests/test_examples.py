@@ -1,0 +1,75 @@
+"""What the repository shows runs, and shows what it says."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+
+ROOT = Path(__file__).parents[1]
+
+
+def check_digits(rank: int, dtype: torch.dtype, views: bool) -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    import train_digits
+
+    data = train_digits.load_data(dtype=dtype)
+    results = {
+        way: train_digits.train(way, data, steps=50, views=views)
+        for way in ("torch", "manual", "fusedddp")
+    }
+    want = results.pop("torch")
+    assert len(want.losses) == 50 and want.losses[-1] < want.losses[0]
+    for way, got in results.items():
+        assert got.losses == want.losses, way
+        for a, b in zip(got.parameters, want.parameters, strict=True):
+            assert torch.equal(a, b), way
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("views", [True, False], ids=["views", "own"])
+def test_digits_are_bitwise_ddp(two_ranks: Ranks, dtype: torch.dtype, views: bool) -> None:
+    two_ranks.run(check_digits, dtype, views)
+
+
+def torchrun(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        + [*arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_digits_under_torchrun() -> None:
+    shown = torchrun("examples/train_digits.py", "--steps", "12")
+    assert "fusedddp and torch step for step equal: yes, 12 of 12 losses" in shown
+    assert "manual and torch step for step equal: yes, 12 of 12 losses" in shown
+
+
+def test_step_benchmark(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    shown = torchrun(
+        "benchmarks/bench_step.py", "--models", "small", "--turns", "2", "--burst", "2",
+        "--variants", "ddp views", "fusedddp", "--csv", str(file),
+    )  # fmt: skip
+    rows = {row["variant"]: row for row in csv.DictReader(file.open())}
+    assert list(rows) == ["no sync", "ddp views", "fusedddp", "collective"]
+    for row in rows.values():
+        assert float(row["median_ms"]) > 0 and row["model"] == "small" and row["machine"]
+        assert row["variant"] in shown
+    # Gradients of 400 x 64 x 64 floats are 6.25 MiB. At the same view setting no more than DDP.
+    for column in ("peak_mib", "peak_steady_mib"):
+        assert 6.25 <= float(rows["fusedddp"][column]) <= float(rows["ddp views"][column]) + 0.01
