@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/bench_step.py [--models small large] [--turns 40]
 
 Every variant trains its own copy of the model. They take turns of a few steps each, in an order
-that rotates, so that noise on the machine falls on all alike. Printed per variant:
+that is shuffled anew each time, so that noise on the machine and what the variant before left in
+caches and allocator fall on all alike. Printed per variant:
 
 - step: median, 20th and 80th percentile of the step time in ms (slowest rank; forward, backward,
   SGD step), of all steps of a turn but its first, which refills the caches;
@@ -21,8 +22,10 @@ import argparse
 import copy
 import csv
 import datetime
+import gc
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -126,8 +129,10 @@ def measure_times(model: Model, names: list[str], turns: int, burst: int) -> dic
         timed(step, 4)
     times: dict[str, list[float]] = {name: [] for name in steps}
     order = list(steps)
-    for turn in range(turns):
-        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+    shuffle = random.Random(0).shuffle  # the same on all ranks
+    for _ in range(turns):
+        shuffle(order)
+        for name in order:
             times[name] += timed(steps[name], burst)[1:]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, times)
@@ -136,10 +141,8 @@ def measure_times(model: Model, names: list[str], turns: int, burst: int) -> dic
 
 def memory_peaks(model: Model, name: str, steps: int = 5) -> tuple[float, float]:
     """Peak of allocated MiB over all steps from wrapping on, and in the last step alone."""
+    gc.collect()  # what earlier variants left must not be freed while this one is measured
     module, inputs = model.build(), model.batch()
-    for param in module.parameters():  # the optimizer's state is not measured: SGD has none
-        param.grad = None
-    peaks = []
     with torch.autograd.profiler.profile(profile_memory=True) as prof:
         trainer = Trainer(VARIANTS[name], module, inputs)
         for _ in range(steps - 1):

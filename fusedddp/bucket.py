@@ -25,26 +25,26 @@ class Chunk:
     """Neighbouring slots of a bucket that are filled together.
 
     Attributes:
-        bucket: the bucket.
-        start: its first slot.
+        start: its first slot in the bucket.
         params: its parameters.
         num_missing: gradients still to come in this round; never reaches 0 if the chunk has to
             wait for the end of the backward.
         is_taken: whether its gradients are in the buffer, so that a further one is late.
     """
 
-    __slots__ = ("bucket", "is_taken", "num_missing", "params", "start")
+    __slots__ = ("is_taken", "num_missing", "params", "start")
 
-    def __init__(self, bucket: Bucket, start: int, stop: int) -> None:
-        self.bucket = bucket
+    def __init__(self, start: int, params: list[Parameter]) -> None:
         self.start = start
-        self.params = bucket.params[start:stop]
+        self.params = params
         self.num_missing = len(self.params)
         self.is_taken = False
 
 
 class Bucket:
     """The gradients that travel in one collective, over and over, one round after another.
+
+    Nothing refers back to a bucket, so its memory is free as soon as the bucket is.
 
     A round is `take` for each chunk whose gradients are there, `launch`, `wait`, `hand_out`.
 
@@ -79,7 +79,7 @@ class Bucket:
         self.layout = layout
         self.params = list(params)
         self.device = params[0].device
-        self.chunks = [Chunk(self, start, stop) for start, stop in layout.chunks]
+        self.chunks = [Chunk(start, self.params[start:stop]) for start, stop in layout.chunks]
         self._collective = collective
         self._as_view = as_view and all(
             (p.dtype.to_real() if p.is_complex() else p.dtype) == layout.dtype for p in params

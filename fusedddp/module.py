@@ -69,7 +69,7 @@ class FusedDDP(DistributedDataParallel):
             0 now (default). With False the caller answers for equal values.
         process_group: the ranks to average over; None (default) for the default group.
         bucket_cap_mb: gradients travel in buckets of about this many MiB. None (default): 25, and
-            1 for the first bucket, so that it leaves early.
+            on accelerators 1 for the first bucket, so that it leaves early.
         find_unused_parameters: parameters without a gradient are no error (default False). One
             that no rank used keeps the `.grad` it had; one that some rank used is averaged with
             zeros for the others. Found by which gradients arrive; no graph is searched.
@@ -173,6 +173,10 @@ class FusedDDP(DistributedDataParallel):
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         init_sync_buffers = self._set_buffer_flags(broadcast_buffers, forward_sync_buffers)
         if init_sync:
+            keywords = {**dataclasses.asdict(options), "sync_buffers": self.forward_sync_buffers}
+            verify_same(
+                self.process_group, [f"{k}={v}" for k, v in keywords.items()], "keywords of wrap"
+            )
             verify_same(
                 self.process_group,
                 [describe(n, p) for n, p in self._named_replicas()],
@@ -311,7 +315,7 @@ class FusedDDP(DistributedDataParallel):
             if trains:
                 self.reducer.prepare_for_forward(sync=self.require_backward_grad_sync)
                 # Neither evaluation nor a forward without gradients may wait for other ranks.
-                if self.training and self.will_sync_module_buffers() and not _inside_backward():
+                if self.training and self._syncs_buffers() and not _inside_backward():
                     self._sync_buffers()
             if self.device_ids:
                 moved_inputs, moved_kwargs = self.to_kwargs(  # type: ignore[no-untyped-call]
@@ -327,12 +331,15 @@ class FusedDDP(DistributedDataParallel):
                 )
             return output
 
+    def _syncs_buffers(self) -> bool:
+        return bool(self.will_sync_module_buffers())  # type: ignore[no-untyped-call]
+
     def _sync_buffers(self) -> None:
         self._start_buffer_sync()()
 
     def _start_buffer_sync(self) -> Callable[[], None]:
         """Starts the broadcast of rank 0's buffers; returns what is to be called to finish it."""
-        if not self.will_sync_module_buffers():
+        if not self._syncs_buffers():
             return lambda: None
         # Again each time, because modules may put another tensor in a buffer's place.
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]

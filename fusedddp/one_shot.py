@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.nn import Parameter
 
 from fusedddp.bucket import Bucket
 from fusedddp.collectives import Collective, same_on_all_ranks, wire_dtype
-from fusedddp.layout import ParamSpec, build_layout, specs_checksum
+from fusedddp.layout import Layout, ParamSpec, build_layout, specs_checksum
 
 # One bucket is on the wire while the next is filled and the last one emptied; more would only
 # hold memory.
@@ -50,10 +51,10 @@ def reduce_gradients(
     """
     if present is None:
         present = [param.grad is not None for param in params]
-    specs = param_specs(params, reduce_dtype)
+    specs = tuple(param_specs(params, reduce_dtype))
     absent = [i for i, has_gradient in enumerate(present) if not has_gradient]
     device = params[0].device
-    checksum = specs_checksum(specs)
+    checksum = _checksum(specs)
     header = torch.tensor([checksum, checksum**2, len(absent)], dtype=torch.int64, device=device)
     dist.all_reduce(header, group=collective.group)
     total, squares, num_absent = header.tolist()
@@ -61,21 +62,15 @@ def reduce_gradients(
         on_mismatch()
         raise RuntimeError("expected the same parameters on all ranks, found different ones")
     lacking: list[int] = []
-    nowhere: set[int] = set()
+    nowhere: frozenset[int] = frozenset()
     if num_absent:
         counts = torch.zeros(len(params), dtype=torch.int32)
         counts[absent] = 1
         counts = counts.to(device)
         dist.all_reduce(counts, group=collective.group)
         lacking = counts.nonzero().flatten().tolist()
-        nowhere = set((counts == collective.world_size).nonzero().flatten().tolist())
-    layout = build_layout(
-        specs,
-        [i for i in range(len(params)) if i not in nowhere],
-        world_size=collective.world_size,
-        bucket_cap_bytes=bucket_cap_bytes,
-        first_bucket_cap_bytes=bucket_cap_bytes,
-    )
+        nowhere = frozenset((counts == collective.world_size).nonzero().flatten().tolist())
+    layout = _layout(specs, nowhere, collective.world_size, bucket_cap_bytes)
     in_flight: deque[Bucket] = deque()
 
     def finish_oldest() -> None:
@@ -93,6 +88,23 @@ def reduce_gradients(
     while in_flight:
         finish_oldest()
     return lacking
+
+
+# Most calls repeat the last one.
+_checksum = lru_cache(maxsize=8)(specs_checksum)
+
+
+@lru_cache(maxsize=8)
+def _layout(
+    specs: tuple[ParamSpec, ...], left_out: frozenset[int], world_size: int, cap_bytes: int
+) -> Layout:
+    return build_layout(
+        specs,
+        [i for i in range(len(specs)) if i not in left_out],
+        world_size=world_size,
+        bucket_cap_bytes=cap_bytes,
+        first_bucket_cap_bytes=cap_bytes,
+    )
 
 
 def param_specs(

@@ -66,7 +66,7 @@ def raise_first_difference(
         raise RuntimeError(
             f"expected the same {what} on all ranks, found {len(first)} on rank 0 and {len(other)} "
             f"on rank {rank}; the first that differs is number {index}: rank 0 has [{mine}], "
-            f"rank {rank} has [{theirs}]. Build the same model on every rank, in the same order."
+            f"rank {rank} has [{theirs}]. Make them the same on every rank."
         )
     raise RuntimeError(f"expected the same {what} on all ranks, found that they differ")
 

@@ -96,6 +96,20 @@ def test_a_value_that_is_wrong_on_one_rank_is_told_to_all(two_ranks: Ranks) -> N
     )
 
 
+def check_different_keywords(rank: int) -> None:
+    kind, text = refused(fusedddp.wrap, mlp(), bucket_cap_mb=[1, 2][rank])
+    assert kind == "RuntimeError"
+    assert text.startswith("expected the same keywords of wrap on all ranks")
+    assert "rank 0 has [bucket_cap_bytes=1048576], rank 1 has [bucket_cap_bytes=2097152]" in text
+    kind, text = refused(fusedddp.wrap, mlp(), forward_sync_buffers=rank == 0)
+    assert "rank 0 has [sync_buffers=True], rank 1 has [sync_buffers=False]" in text
+    still_works(rank)
+
+
+def test_keywords_that_differ_between_ranks(two_ranks: Ranks) -> None:
+    two_ranks.run(check_different_keywords)
+
+
 def check_modules(rank: int) -> None:
     frozen = mlp().requires_grad_(False)
     text = "DistributedDataParallel is not needed when a module doesn't have any parameter"
@@ -156,7 +170,7 @@ def check_different(rank: int, what: str) -> tuple[str, str]:
         ("dtype", "0.weight: shape (4, 4), torch.float32", "0.weight: shape (4, 4), torch.float64"),
         ("name", "left.weight: shape (4, 4)", "right.weight: shape (4, 4)"),
         ("stride", "weight: shape (4, 3, 2, 2), t", "weight: shape (4, 3, 2, 2), strides (12, 1, "),
-        ("frozen", "1.weight: shape (1, 4), torch.float32]", ", torch.float32, frozen]"),
+        ("frozen", "1.weight: shape (1, 4), torch.float32]", "1.weight: shape (1, 4), torch."),
         ("number", "nothing]", "2.weight: shape (4, 4), torch.float32]"),
     ],
 )  # fmt: skip

@@ -41,8 +41,10 @@ def test_digits_are_bitwise_ddp(two_ranks: Ranks, dtype: torch.dtype, views: boo
 
 def torchrun(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + [*arguments],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", *arguments),
+        ],
         capture_output=True,
         text=True,
         timeout=100,

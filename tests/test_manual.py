@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import fusedddp
+from fusedddp.bucket import Bucket
 from tests.models import Branches, mlp
 from tests.ranks import Ranks
 
@@ -93,6 +95,25 @@ def check_reduce_dtype_rounds(rank: int) -> None:
 
 def test_reduce_dtype(two_ranks: Ranks) -> None:
     two_ranks.run(check_reduce_dtype_rounds)
+
+
+def check_memory(rank: int) -> None:
+    """Nothing of a call outlives it, without waiting for the garbage collector."""
+    params = [nn.Parameter(torch.zeros(100, 10)) for _ in range(5)]
+    for p in params:
+        p.grad = torch.ones(100, 10)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(o, Bucket) for o in gc.get_objects())
+        fusedddp.all_reduce_gradients(params)
+        assert sum(isinstance(o, Bucket) for o in gc.get_objects()) == before
+    finally:
+        gc.enable()
+
+
+def test_buckets_are_freed_at_once(two_ranks: Ranks) -> None:
+    two_ranks.run(check_memory)
 
 
 def check_bad(rank: int) -> None:
