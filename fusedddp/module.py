@@ -315,7 +315,7 @@ class FusedDDP(DistributedDataParallel):
             if trains:
                 self.reducer.prepare_for_forward(sync=self.require_backward_grad_sync)
                 # Neither evaluation nor a forward without gradients may wait for other ranks.
-                if self.training and self._syncs_buffers() and not _inside_backward():
+                if self.training and self.will_sync_module_buffers() and not _inside_backward():
                     self._sync_buffers()
             if self.device_ids:
                 moved_inputs, moved_kwargs = self.to_kwargs(  # type: ignore[no-untyped-call]
@@ -331,15 +331,28 @@ class FusedDDP(DistributedDataParallel):
                 )
             return output
 
-    def _syncs_buffers(self) -> bool:
-        return bool(self.will_sync_module_buffers())  # type: ignore[no-untyped-call]
+    def will_sync_module_buffers(self) -> bool:
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and len(self.modules_buffers) > 0
+        )
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The name of `forward_sync_buffers` before torch 2.13."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     def _sync_buffers(self) -> None:
         self._start_buffer_sync()()
 
     def _start_buffer_sync(self) -> Callable[[], None]:
         """Starts the broadcast of rank 0's buffers; returns what is to be called to finish it."""
-        if not self._syncs_buffers():
+        if not self.will_sync_module_buffers():
             return lambda: None
         # Again each time, because modules may put another tensor in a buffer's place.
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
