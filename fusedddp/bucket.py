@@ -27,18 +27,28 @@ class Chunk:
     Attributes:
         start: its first slot in the bucket.
         params: its parameters.
+        kinds: dtype and shape that their gradients had when the buckets were laid out.
         num_missing: gradients still to come in this round; never reaches 0 if the chunk has to
             wait for the end of the backward.
         is_taken: whether its gradients are in the buffer, so that a further one is late.
     """
 
-    __slots__ = ("is_taken", "num_missing", "params", "start")
+    __slots__ = ("is_taken", "kinds", "num_missing", "params", "start")
 
     def __init__(self, start: int, params: list[Parameter]) -> None:
         self.start = start
         self.params = params
+        self.kinds = [(p.dtype, p.shape) for p in params]
         self.num_missing = len(self.params)
         self.is_taken = False
+
+    def find_misfit(self) -> tuple[Parameter, tuple[torch.dtype, torch.Size]] | None:
+        """A parameter whose gradient is not of the kind that its slot is for, and that kind."""
+        for param, kind in zip(self.params, self.kinds, strict=True):
+            gradient = param.grad
+            if gradient is not None and (gradient.dtype, gradient.shape) != kind:
+                return param, kind
+        return None
 
 
 class Bucket:

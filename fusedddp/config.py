@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 
 MIB = 1024 * 1024
@@ -46,7 +47,7 @@ def bucket_caps(bucket_cap_mb: float | None) -> tuple[int, int]:
     """
     if bucket_cap_mb is None:
         return DEFAULT_BUCKET_CAP_MB * MIB, DEFAULT_FIRST_BUCKET_CAP_MB * MIB
-    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, numbers.Real):
         raise TypeError(
             "bucket_cap_mb: expected a number of MiB or None for the default of "
             f"{DEFAULT_BUCKET_CAP_MB}, found {bucket_cap_mb!r} ({type(bucket_cap_mb).__name__})"

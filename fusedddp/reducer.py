@@ -107,7 +107,12 @@ class Reducer:
         self._places: list[tuple[Bucket, int]] = []
         self._chunks: list[tuple[Bucket, Chunk]] = []
         self._notes_producers = not self._reads_freely
-        self._unfinished: tuple[list[int], list[int]] | None = None
+        # Parameters that lacked a gradient here, and on other ranks, in every round since the last
+        # forward; None before the first of them.
+        self._lacking: tuple[set[int], set[int]] | None = None
+        # Parameters in the order in which they last fired, and how often each did.
+        self._order: dict[int, None] = {}
+        self._fire_counts: list[int] = []
         self._start_backward_state()
         self._hooks = ParamHooks(self, self.params, frozen)
 
@@ -148,6 +153,9 @@ class Reducer:
             # end of the backward, and our hook put last.
             self._overtaken.append(index)
             return
+        if chunk.find_misfit() is not None:
+            self._record_anew(chunk)
+            return
         bucket.take(chunk)
         # The last bucket is launched at the end of the backward, when this rank knows whether it
         # has to raise the flag. Its last gradient is nearly always the last of the backward.
@@ -155,6 +163,31 @@ class Reducer:
             while self._next < len(self.buckets) - 1 and not self.buckets[self._next].num_untaken:
                 self.buckets[self._next].launch()
                 self._next += 1
+
+    def _record_anew(self, chunk: Chunk) -> None:
+        """Drops the layout, because the module was changed: this backward is recorded instead.
+
+        Args:
+            chunk: one with a gradient that does not fit.
+
+        Raises:
+            RuntimeError: part of this backward has been reduced for the old layout already.
+        """
+        misfit = chunk.find_misfit()
+        assert misfit is not None
+        if any(other.is_taken for bucket in self.buckets for other in bucket.chunks):
+            param, (dtype, shape) = misfit
+            assert param.grad is not None
+            name = next(n for n, p in zip(self.names, self.params, strict=True) if p is param)
+            raise RuntimeError(
+                f"expected the gradient of {name} to be of {dtype} and shape {tuple(shape)}, as "
+                f"when the buckets were laid out, found {param.grad.dtype} and "
+                f"{tuple(param.grad.shape)}. Wrap the module again after changing a part of it."
+            )
+        self.layout, self.buckets, self._places, self._chunks = None, [], [], []
+        self.phase = Phase.RECORDING
+        self._order = {i: None for i, fired in enumerate(self._fired) if fired}
+        self._fire_counts = list(self._fired)
 
     def _begin_or_record(self, index: int, param: Tensor) -> bool:
         """`mark_ready` outside of `Phase.REDUCING`. Returns whether that has begun now."""
@@ -193,10 +226,11 @@ class Reducer:
             return  # activation checkpointing runs the forward again inside of a backward
         if self.phase is not Phase.IDLE:
             self._complete_abandoned()
-        if sync and self._unfinished is not None:
-            here, elsewhere = self._unfinished
-            self._unfinished = None
-            raise RuntimeError(self._describe_unfinished(here, elsewhere))
+        if sync:
+            here, elsewhere = self._lacking or (set(), set())
+            self._lacking = None
+            if (here or elsewhere) and not self.options.allows_unused:
+                raise RuntimeError(self._describe_unfinished(sorted(here), sorted(elsewhere)))
 
     def prepare_for_backward(self, outputs: Iterable[Tensor], sync: bool = True) -> None:
         """Called after a forward, with the tensors that it returned.
@@ -233,7 +267,7 @@ class Reducer:
             bucket.start_round(self._waits_for_end)
         self._late: list[int] = []
         self._overtaken: list[int] = []
-        self._order: dict[int, None] = {}
+        self._order = {}
         self._fire_counts = [0] * len(self.params) if self.layout is None else []
 
     def _begin_backward(self) -> Phase:
@@ -290,7 +324,7 @@ class Reducer:
         self._fired_before = bytearray(len(self.params))
         try:
             self._complete_round(recording_was_abandoned=phase is Phase.RECORDING)
-            self._unfinished = None
+            self._lacking = None
         finally:
             self._abandon()
             for param, gradient in zip(self.params, left, strict=True):
@@ -308,6 +342,10 @@ class Reducer:
         self._hooks.put_last(self._overtaken)
         if 0 in self._fired and 1 in self._fired_before:
             self._fired = _either(self._fired, self._fired_before)
+        untaken = (c for bucket in self.buckets for c in bucket.chunks if not c.is_taken)
+        misfit = next((chunk for chunk in untaken if chunk.find_misfit() is not None), None)
+        if misfit is not None:
+            self._record_anew(misfit)
         if self.layout is None:
             self._first_round(recording_was_abandoned)
         else:
@@ -447,10 +485,17 @@ class Reducer:
         )
 
     def _note_lacking(self, lacking: list[int]) -> None:
-        """Remembers parameters without a gradient on some rank, for the next forward to raise."""
-        if lacking and not self.options.allows_unused:
-            here = [i for i in lacking if not self._fired[i]]
-            self._unfinished = (here, [i for i in lacking if self._fired[i]])
+        """Remembers parameters without a gradient on some rank, for the next forward to raise.
+
+        Several backwards of one forward, or a nested one that ends early, are several rounds; what
+        any of them brought is not lacking.
+        """
+        here = {i for i in lacking if not self._fired[i]}
+        elsewhere = set(lacking) - here
+        if self._lacking is not None:
+            here &= self._lacking[0]
+            elsewhere &= self._lacking[1]
+        self._lacking = (here, elsewhere)
 
     def _settle_late(self, late: dict[int, Tensor | None], reading: ControlReading | None) -> None:
         """Reduces contributions that came after theirs had been taken, and adds them.

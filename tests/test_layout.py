@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -148,6 +149,7 @@ def test_bucket_caps() -> None:
     assert bucket_caps(None) == (25 * MIB, MIB)
     assert bucket_caps(4) == (4 * MIB, 4 * MIB)
     assert bucket_caps(0.5) == (MIB // 2, MIB // 2)
+    assert bucket_caps(numpy.int64(2)) == (2 * MIB, 2 * MIB)
     assert Options(static_graph=True).allows_unused
     assert Options(find_unused_parameters=True).allows_unused
     assert not Options().allows_unused

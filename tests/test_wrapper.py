@@ -620,6 +620,73 @@ def test_gradients_of_another_memory_format(two_ranks: Ranks, views: bool) -> No
     two_ranks.run(check_memory_format, views)
 
 
+def check_changed_module(rank: int, views: bool) -> None:
+    """A module moved to another dtype after wrapping is laid out again; half of it is refused."""
+    model = mlp()
+    wrapped = fusedddp.wrap(model, gradient_as_bucket_view=views, bucket_cap_mb=1 / 256)
+
+    def loss(m: nn.Module, r: int, seed: int) -> Tensor:
+        dtype = next(m.parameters()).dtype
+        return m(batch(seed, r, (8, 20)).to(dtype)).square().mean()
+
+    def good_step(seed: int) -> None:
+        wrapped.zero_grad()
+        loss(wrapped, rank, seed).backward()
+        assert_gradients(wrapped, mean_of_ranks(model, lambda m, r: loss(m, r, seed)))
+        assert all(p.grad.dtype == p.dtype for p in model.parameters())
+
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        model.to(dtype)
+        for seed in range(3):
+            good_step(seed)
+    first = model[0].weight  # its gradient comes last, when others are reduced already
+    first.data, first.grad = first.data[:, :10].clone(), None
+    with pytest.raises(
+        RuntimeError, match=r"expected the gradient of 0\.weight to be of .*float32"
+    ):
+        wrapped(batch(7, rank, (8, 10))).sum().backward()
+
+
+@both_views
+def test_a_module_that_changes_after_wrapping(two_ranks: Ranks, views: bool) -> None:
+    two_ranks.run(check_changed_module, views)
+
+
+class Hidden(nn.Module):
+    """Returns an object that nobody looks into, made by reentrant checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        holder = type("Holder", (), {})()
+        holder.loss = x.square().mean()
+        return holder
+
+
+def check_nested_rounds(rank: int, views: bool) -> None:
+    model = Hidden()
+    wrapped = fusedddp.wrap(model, gradient_as_bucket_view=views)
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(batch(step, rank, (5, 4)).requires_grad_()).loss.backward()
+        want = mean_of_ranks(
+            model, lambda m, r, s=step: m(batch(s, r, (5, 4)).requires_grad_()).loss
+        )
+        assert_gradients(wrapped, want)
+
+
+@both_views
+def test_nested_backwards_that_end_early_are_reduced_and_no_error(
+    two_ranks: Ranks, views: bool
+) -> None:
+    two_ranks.run(check_nested_rounds, views)
+
+
 def check_user_hooks(rank: int) -> None:
     """Hooks of the user see the local gradient and may change it, whenever they were registered."""
     model = mlp()
