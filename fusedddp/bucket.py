@@ -243,9 +243,7 @@ class Bucket:
 
     def _memory(self) -> Slots:
         """The flat buffer of this round: the one there is, unless somebody still reads it."""
-        if self._slots is None or (
-            not self._has_memory and self._is_held_elsewhere(self._slots.flat)
-        ):
+        if self._slots is None or (not self._has_memory and self._is_held_elsewhere(self._slots)):
             flat = torch.zeros(
                 self.layout.padded_numel, dtype=self.layout.dtype, device=self.device
             )
@@ -254,16 +252,20 @@ class Bucket:
         self._has_memory = True
         return self._slots
 
-    def _is_held_elsewhere(self, flat: Tensor) -> bool:
-        """Whether anything but this bucket and its parameters' `.grad` refers to the buffer.
+    def _is_held_elsewhere(self, slots: Slots) -> bool:
+        """Whether anything refers to the buffer but this bucket and `.grad` in their own slots.
 
-        Writing the next gradients over a gradient that the user kept would change it in silence.
+        Writing the next gradients over one that the user kept, or that is another parameter's
+        `.grad` by now, would change it in silence.
         """
-        uses = _storage_uses(flat) - self._own_uses
+        uses = _storage_uses(slots.flat) - self._own_uses
         if uses == 0:
             return False
-        gradients = (param.grad for param in self.params)
-        return uses > sum(g is not None and _shares(g, flat) for g in gradients)
+        pairs = [(p.grad, view) for p, view in zip(self.params, slots.views, strict=True)]
+        return uses > sum(
+            g is not None and _shares(g, slots.flat) and g.data_ptr() == view.data_ptr()
+            for g, view in pairs
+        )
 
     def _take_in_place(self) -> bool:
         """Takes the gradient of a direct bucket as its own buffer, if that is safe."""

@@ -84,4 +84,4 @@ def device_index(device: int | torch.device | str) -> int:
     if isinstance(device, int):
         return device
     index = torch.device(device).index
-    return torch.accelerator.currentdevice_index() if index is None else index
+    return torch.accelerator.current_device_index() if index is None else index

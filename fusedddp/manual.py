@@ -14,6 +14,8 @@ from fusedddp.one_shot import reduce_gradients
 from fusedddp.process_group import require_group
 from fusedddp.replicas import describe, raise_first_difference
 
+_REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def all_reduce_gradients(
     module_or_params: Module | Iterable[torch.Tensor],
@@ -33,8 +35,8 @@ def all_reduce_gradients(
         module_or_params: a module, or parameters of any shapes, floating or complex dtypes.
         process_group: the ranks to reduce over; None for the default group.
         reduce_dtype: floating dtype in which gradients travel and are added, such as
-            ``torch.bfloat16`` to halve the bytes; None for that of each gradient (fp32 for fp16 on
-            CPU).
+            ``torch.bfloat16`` to halve the bytes; None for that of each parameter (fp32 for fp16
+            on CPU).
         op: ``"mean"`` divides by the number of ranks before adding; ``"sum"`` adds; ``"max"`` takes
             the elementwise maximum, for complex values of real and imaginary parts.
 
@@ -52,11 +54,9 @@ def all_reduce_gradients(
     """
     if op not in OPS:
         raise ValueError(f"op: expected one of {', '.join(map(repr, OPS))}, found {op!r}")
-    if reduce_dtype is not None and not (
-        isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point
-    ):
+    if reduce_dtype is not None and reduce_dtype not in _REDUCE_DTYPES:
         raise ValueError(
-            "reduce_dtype: expected a floating dtype such as torch.bfloat16, or None, found "
+            f"reduce_dtype: expected one of {', '.join(map(str, _REDUCE_DTYPES))}, or None, found "
             f"{reduce_dtype!r}"
         )
     group = require_group(process_group, "fusedddp.all_reduce_gradients")
@@ -70,8 +70,9 @@ def all_reduce_gradients(
     cap, _ = bucket_caps(None)
 
     def say_which() -> None:
-        lines = [describe(n, p) for n, p in zip(names, params, strict=True)]
-        raise_first_difference(group, lines, "parameters")
+        lines = [f"op={op!r}, reduce_dtype={reduce_dtype}"]
+        lines += [describe(n, p) for n, p in zip(names, params, strict=True)]
+        raise_first_difference(group, lines, "arguments and parameters")
 
     reduce_gradients(
         params,

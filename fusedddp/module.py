@@ -6,8 +6,9 @@ import copy
 import dataclasses
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from fusedddp.config import MIB, Options, bucket_caps
 from fusedddp.process_group import require_group
 from fusedddp.reducer import Reducer
 from fusedddp.replicas import broadcast, describe, fail_together, start_broadcast, verify_same
+
+_T = TypeVar("_T")
 
 
 def wrap(module: Module, **ddp_keywords: Any) -> FusedDDP:
@@ -86,8 +89,8 @@ class FusedDDP(DistributedDataParallel):
         bucket_cap_mb_list: not there yet.
         batched_grad_copy: accepted; gradients are always copied in batches.
         forward_sync_buffers: rank 0's buffers are given to all ranks (default True): before each
-            forward in training mode, and at the end of each backward, so that evaluation on any
-            rank finds them in step without talking to the others.
+            forward in training mode, which all ranks must be in together, and at the end of each
+            backward, so that evaluation on any rank finds them in step without talking to others.
 
     Raises:
         ValueError, TypeError: a keyword value that means nothing; no process group.
@@ -182,6 +185,11 @@ class FusedDDP(DistributedDataParallel):
                 [describe(n, p) for n, p in self._named_replicas()],
                 "parameters",
             )
+            if self.forward_sync_buffers or init_sync_buffers:
+                lines = [
+                    f"{n}: {b.dtype}{list(b.shape)}" for n, b in self.named_module_buffers.items()
+                ]
+                verify_same(self.process_group, lines, "buffers")
             buffers = self.modules_buffers if init_sync_buffers else []
             replicas: list[Tensor] = [p for _, p in self._named_replicas()]
             broadcast([*replicas, *buffers], self.process_group)
@@ -297,9 +305,21 @@ class FusedDDP(DistributedDataParallel):
             frozen,
             self.process_group,
             options,
-            requires_sync=lambda: self.require_backward_grad_sync,
-            on_round=self._start_buffer_sync,
+            requires_sync=_weakly(self, lambda wrapper: wrapper.require_backward_grad_sync),
+            on_round=_weakly(self, lambda wrapper: wrapper._start_buffer_sync()),
+            check_params=_weakly(self, lambda wrapper: wrapper._check_params()),
         )
+
+    def _check_params(self) -> None:
+        """Raises if a parameter of the module is not the one that was wrapped."""
+        wrapped = set(map(id, self._module_parameters))
+        for name, param in self._named_replicas():
+            if id(param) not in wrapped:
+                raise RuntimeError(
+                    f"expected the parameters that were wrapped, found another one as {name}: its "
+                    "gradient would not be averaged. Wrap the module again after replacing "
+                    "parameters (load_state_dict(assign=True) replaces all)."
+                )
 
     def _named_replicas(self) -> Iterator[tuple[str, Parameter]]:
         for name, param in self.module.named_parameters():
@@ -452,6 +472,18 @@ for _name, _instead in {
     "_update_process_group": "Wrap model.module again over the new group.",
 }.items():
     setattr(FusedDDP, _name, _not_there_yet(_name, _instead))
+
+
+def _weakly(wrapper: FusedDDP, method: Callable[[FusedDDP], _T]) -> Callable[[], _T]:
+    """`method` of `wrapper` without a reference cycle: it dies, with hooks and buckets, at once."""
+    reference = weakref.ref(wrapper)
+
+    def call() -> _T:
+        alive = reference()
+        assert alive is not None  # it holds the reducer, which is what calls
+        return method(alive)
+
+    return call
 
 
 def _inside_backward() -> bool:

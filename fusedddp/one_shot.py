@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from fusedddp.bucket import Bucket
-from fusedddp.collectives import Collective, same_on_all_ranks, wire_dtype
+from fusedddp.collectives import OPS, Collective, same_on_all_ranks, wire_dtype
 from fusedddp.layout import Layout, ParamSpec, build_layout, specs_checksum
 
 # One bucket is on the wire while the next is filled and the last one emptied; more would only
@@ -54,13 +54,15 @@ def reduce_gradients(
     specs = tuple(param_specs(params, reduce_dtype))
     absent = [i for i, has_gradient in enumerate(present) if not has_gradient]
     device = params[0].device
-    checksum = _checksum(specs)
+    checksum = _checksum(specs) ^ OPS.index(collective.op)
     header = torch.tensor([checksum, checksum**2, len(absent)], dtype=torch.int64, device=device)
     dist.all_reduce(header, group=collective.group)
     total, squares, num_absent = header.tolist()
     if not same_on_all_ranks(total, squares, checksum, collective.world_size):
         on_mismatch()
-        raise RuntimeError("expected the same parameters on all ranks, found different ones")
+        raise RuntimeError(
+            "expected the same arguments and parameters on all ranks, found different ones"
+        )
     lacking: list[int] = []
     nowhere: frozenset[int] = frozenset()
     if num_absent:

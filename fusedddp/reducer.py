@@ -73,6 +73,8 @@ class Reducer:
         requires_sync: tells whether a backward that begins now is to be reduced.
         on_round: called in every round once all buckets are launched; returns what is to be
             called after they are waited for.
+        check_params: called when a backward through the wrapper reached no parameter; raises if
+            the module has others by now.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Reducer:
         *,
         requires_sync: Callable[[], bool],
         on_round: Callable[[], Callable[[], None]],
+        check_params: Callable[[], None],
     ) -> None:
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
@@ -97,7 +100,11 @@ class Reducer:
         self._reads_freely = all(param.device.type == "cpu" for param in self.params)
         self._requires_sync = requires_sync
         self._on_round = on_round
-        self._forward_syncs = True
+        self._check_params = check_params
+        # Whether a backward is reduced whose forward returned no tensor that could carry a hook.
+        self._hidden_forward_syncs = True
+        self._graph_task = -1
+        self._callback: weakref.ref[Callable[[], None]] | None = None
         # 1 for parameters that received a gradient: in this backward, and in backwards without
         # reduction since the last round.
         self._fired = bytearray(len(self.params))
@@ -127,6 +134,8 @@ class Reducer:
 
         Runs once per parameter and backward, with cold caches, so every line of it counts.
         """
+        if torch._C._current_graph_task_id() != self._graph_task:
+            self._drop_stale(index)
         if self.phase is not Phase.REDUCING and not self._begin_or_record(index, param):
             return
         gradient = param.grad
@@ -191,8 +200,10 @@ class Reducer:
 
     def _begin_or_record(self, index: int, param: Tensor) -> bool:
         """`mark_ready` outside of `Phase.REDUCING`. Returns whether that has begun now."""
-        if self.phase is Phase.IDLE and self._begin_backward() is Phase.REDUCING:
-            return True
+        if self.phase is Phase.IDLE:
+            phase = self._begin_backward(self._hidden_forward_syncs)
+            if phase is Phase.REDUCING:
+                return True
         if param.grad is None:  # an undefined gradient delivers nothing
             return False
         if param.grad.is_sparse:
@@ -239,17 +250,36 @@ class Reducer:
             outputs: a backward through any of them is one through the wrapper.
             sync: whether that backward is to be reduced.
         """
-        self._forward_syncs = sync
         reducer_ref = weakref.ref(self)
 
         def hook(grad: Tensor) -> None:
             reducer = reducer_ref()
-            if reducer is not None and reducer.phase is Phase.IDLE:
-                reducer._begin_backward()
+            if reducer is not None:
+                reducer._output_hook(sync)
 
+        self._hidden_forward_syncs = sync
         for output in outputs:
-            if output.requires_grad:
+            if output.grad_fn is not None:  # a leaf would keep the hook for ever
                 output.register_hook(hook)  # type: ignore[no-untyped-call]
+                self._hidden_forward_syncs = True
+
+    def _output_hook(self, sync: bool) -> None:
+        """A backward has reached an output of a forward; it is the outermost one, mostly."""
+        self._drop_stale()
+        if self.phase is Phase.IDLE:
+            self._begin_backward(sync)
+        elif self.phase is Phase.LOCAL and sync and self._requires_sync():
+            # It began at an output made under no_sync, and reaches one that is to be reduced. What
+            # has fired so far is taken at the end.
+            self.phase = Phase.RECORDING if self.layout is None else Phase.REDUCING
+
+    def _drop_stale(self, index: int | None = None) -> None:
+        """Completes an earlier backward that an exception ended, now that another one has begun.
+
+        The engine drops the callbacks of a backward that fails, so a dead callback tells.
+        """
+        if self.phase is not Phase.IDLE and self._callback is not None and not self._callback():
+            self._complete_abandoned(keep=index)
 
     def check_finalized(self) -> None:
         """Raises RuntimeError if the last backward did not run to its end."""
@@ -270,9 +300,9 @@ class Reducer:
         self._order = {}
         self._fire_counts = [0] * len(self.params) if self.layout is None else []
 
-    def _begin_backward(self) -> Phase:
+    def _begin_backward(self, sync: bool) -> Phase:
         self._start_backward_state()
-        if not (self._requires_sync() and self._forward_syncs):
+        if not (self._requires_sync() and sync):
             self.phase = Phase.LOCAL
         else:
             self.phase = Phase.RECORDING if self.layout is None else Phase.REDUCING
@@ -283,6 +313,8 @@ class Reducer:
             if reducer is not None:
                 reducer.finalize_backward()
 
+        self._graph_task = torch._C._current_graph_task_id()
+        self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         return self.phase
 
@@ -294,17 +326,24 @@ class Reducer:
                 self._fired_before = _either(self._fired_before, self._fired)
             elif 1 in self._fired:
                 self._complete_round()
+            else:
+                self._check_params()
         except BaseException:
             self._abandon()
             raise
         finally:
             self.phase = Phase.IDLE
 
-    def _complete_abandoned(self) -> None:
-        """Issues what is left of the round of a backward that an exception ended."""
+    def _complete_abandoned(self, keep: int | None = None) -> None:
+        """Issues what is left of the round of a backward that an exception ended.
+
+        Args:
+            keep: a parameter that has received a gradient of the next backward already.
+        """
         phase = self.phase
         self.phase = Phase.IDLE
         if phase is Phase.LOCAL:
+            self._fired_before = _either(self._fired_before, self._fired)
             return
         logger.warning(
             "The last backward ended in an exception. Its reduction is completed with zeros, so "
@@ -313,7 +352,7 @@ class Reducer:
         left: list[Tensor | None] = []
         for index, fired in enumerate(_either(self._fired, self._fired_before)):
             param = self.params[index]
-            if fired:
+            if fired and index != keep:
                 param.grad = None
             elif self._places:
                 bucket, slot = self._places[index]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fusedddp
+from fusedddp.checks import device_index
 from tests.models import batch, mlp
 from tests.ranks import Ranks
 
@@ -180,6 +181,27 @@ def test_ranks_that_disagree(two_ranks: Ranks, what: str, on_0: str, on_1: str) 
         assert text.startswith("expected the same parameters on all ranks")
         assert f"rank 0 has [{on_0}" in text
         assert f"rank 1 has [{on_1}" in text
+
+
+def check_different_buffers(rank: int) -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.zeros(2 + rank))
+    kind, text = refused(fusedddp.wrap, model)
+    assert kind == "RuntimeError" and text.startswith("expected the same buffers on all ranks")
+    assert "rank 0 has [table: torch.float32[2]], rank 1 has [table: torch.float32[3]]" in text
+    still_works(rank)
+
+
+def test_buffers_that_differ(two_ranks: Ranks) -> None:
+    two_ranks.run(check_different_buffers)
+
+
+def test_device_index() -> None:
+    assert device_index(3) == 3
+    assert device_index("cuda:2") == 2
+    if not torch.accelerator.is_available():
+        with pytest.raises(RuntimeError):  # torch's own: there is no accelerator
+            device_index("cuda")
 
 
 def check_groups(rank: int) -> None:

@@ -122,8 +122,9 @@ def check_bad(rank: int) -> None:
         p.grad = torch.ones_like(p)
     bad: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (model, {"op": "avg"}, ValueError, "op: expected one of 'mean', 'sum', 'max', found 'avg'"),
-        (model, {"reduce_dtype": torch.int32}, ValueError, "expected a floating dtype"),
-        (model, {"reduce_dtype": "bf16"}, ValueError, "expected a floating dtype"),
+        (model, {"reduce_dtype": torch.int32}, ValueError, "expected one of torch.bfloat16"),
+        (model, {"reduce_dtype": torch.float8_e4m3fn}, ValueError, "expected one of torch.bf"),
+        (model, {"reduce_dtype": "bf16"}, ValueError, "expected one of torch.bfloat16"),
         (model, {"process_group": 3}, TypeError, "found int"),
         (model[0].weight, {}, TypeError, "found one tensor"),
         (model.named_parameters(), {}, TypeError, "found tuple as number 0"),
@@ -138,12 +139,12 @@ def check_bad(rank: int) -> None:
     other = nn.Linear(4, 4 + rank)
     for p in other.parameters():
         p.grad = torch.ones_like(p)
-    with pytest.raises(
-        RuntimeError, match=r"expected the same parameters on all ranks.*weight: shape"
-    ):
+    with pytest.raises(RuntimeError, match=r"expected the same arguments.*weight: shape"):
         fusedddp.all_reduce_gradients(other)
-    with pytest.raises(RuntimeError, match="expected the same parameters on all ranks"):
+    with pytest.raises(RuntimeError, match="expected the same arguments and parameters"):
         fusedddp.all_reduce_gradients(model if rank else other)
+    with pytest.raises(RuntimeError, match=r"rank 0 has .op='sum', .* rank 1 has .op='mean'"):
+        fusedddp.all_reduce_gradients(model, op=["sum", "mean"][rank])
     fusedddp.all_reduce_gradients(model)
     assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))
 

@@ -81,6 +81,42 @@ def test_no_sync_means_what_it_says(two_ranks: Ranks, around: str) -> None:
     two_ranks.run(check_no_sync_placement, around)
 
 
+def check_no_sync_of_other_forwards(rank: int) -> None:
+    """Only the forward that a backward comes from counts."""
+    model = Methods()
+    wrapped = fusedddp.wrap(model)
+    x = [batch(s, rank, (3, 4)) for s in range(3)]
+    for _ in range(3):  # recording and later rounds
+        wrapped.zero_grad()
+        reduced = wrapped(x[0]).square().mean()
+        with wrapped.no_sync():
+            wrapped(x[1])
+        reduced.backward()
+        want = mean_of_ranks(model, lambda m, r: m(batch(0, r, (3, 4))).square().mean())
+        assert_gradients(wrapped, want)
+
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            wrapped(x[1]).sum().backward()
+        wrapped.zero_grad()
+        wrapped.loss(x[0]).backward()
+        assert_gradients(wrapped, mean_of_ranks(model, lambda m, r: m.loss(batch(0, r, (3, 4)))))
+
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            local = wrapped(x[1]).square().mean()
+        (local + wrapped(x[2]).square().mean()).backward()
+        want = mean_of_ranks(
+            model,
+            lambda m, r: sum(m(batch(s, r, (3, 4))).square().mean() for s in (1, 2)),
+        )
+        assert_gradients(wrapped, want)
+
+
+def test_no_sync_around_another_forward_has_no_effect(two_ranks: Ranks) -> None:
+    two_ranks.run(check_no_sync_of_other_forwards)
+
+
 def check_no_sync_state(rank: int) -> None:
     wrapped = fusedddp.wrap(mlp())
     with pytest.raises(KeyError), wrapped.no_sync():
@@ -513,6 +549,46 @@ def test_an_exception_in_backward_then_a_good_step(
     two_ranks.run(check_exception, good_before, views, set_to_none)
 
 
+class TwoOutputs(Explosive):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.first(x)
+        return hidden.square().mean(), self.last(Bomb.apply(hidden)).square().mean()
+
+    def loss(self, x: Tensor) -> Tensor:
+        return sum(self(x))
+
+
+def check_exception_without_a_forward(rank: int, laid_out: bool, views: bool) -> None:
+    """The next backward comes from the same forward, or from another method of the module."""
+    model = TwoOutputs()
+    wrapped = fusedddp.wrap(model, find_unused_parameters=True, gradient_as_bucket_view=views)
+    if laid_out:
+        sum(wrapped(batch(0, rank, (5, 4)))).backward()
+    for step in range(1, 4):
+        wrapped.zero_grad()
+        good, bad = wrapped(batch(step, rank, (5, 4)))
+        Bomb.armed = True
+        with pytest.raises(ArithmeticError):
+            bad.backward(retain_graph=True)
+        Bomb.armed = False
+        wrapped.zero_grad()
+        if step < 3:
+            good.backward()
+            want = mean_of_ranks(model, lambda m, r, s=step: m(batch(s, r, (5, 4)))[0])
+        else:
+            wrapped.loss(batch(step, rank, (5, 4))).backward()
+            want = mean_of_ranks(model, lambda m, r, s=step: m.loss(batch(s, r, (5, 4))))
+        assert_gradients(wrapped, want)
+
+
+@both_views
+@pytest.mark.parametrize("laid_out", [True, False])
+def test_an_exception_in_backward_then_a_backward_without_a_forward(
+    two_ranks: Ranks, laid_out: bool, views: bool
+) -> None:
+    two_ranks.run(check_exception_without_a_forward, laid_out, views)
+
+
 def check_exception_on_one_rank(rank: int) -> None:
     """Rank 0 fails in the middle; rank 1 gets its own half of the mean, and nobody waits."""
     model = Explosive()
@@ -790,6 +866,30 @@ def test_gradients_alias_the_bucket_and_leave_kept_ones_alone(two_ranks: Ranks) 
     two_ranks.run(check_views)
 
 
+def check_swapped_gradients(rank: int) -> None:
+    """`.grad` of one parameter put on another: it lies in the other one's slot."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    for cap in (None, 1 / 2**18):  # one bucket, and one for each parameter
+        wrapped = fusedddp.wrap(model, bucket_cap_mb=cap)
+        for step in range(4):
+            wrapped.zero_grad()
+            wrapped(batch(step, rank, (5, 4))).square().sum().backward()
+            a, b, c = model.parameters()
+            a.grad, b.grad, c.grad = c.grad, a.grad, b.grad
+            before = [p.grad.clone() for p in model.parameters()]
+            wrapped(batch(step + 9, rank, (5, 4))).square().sum().backward()
+            want = mean_of_ranks(
+                model, lambda m, r, s=step: m(batch(s + 9, r, (5, 4))).square().sum()
+            )
+            for p, old, new in zip(model.parameters(), before, want.values(), strict=True):
+                torch.testing.assert_close(p.grad, old + new)
+
+
+def test_gradients_swapped_between_parameters(two_ranks: Ranks) -> None:
+    two_ranks.run(check_swapped_gradients)
+
+
 def check_own_gradients(rank: int) -> None:
     model = mlp()
     wrapped = fusedddp.wrap(model, gradient_as_bucket_view=False)
@@ -846,6 +946,46 @@ def test_ignored_parameters_are_left_alone(two_ranks: Ranks) -> None:
     two_ranks.run(check_ignored)
 
 
+class PassesLeaf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.factor = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.lin(x), self.factor
+
+
+def check_leaf_outputs(rank: int) -> None:
+    model = PassesLeaf()
+    wrapped = fusedddp.wrap(model)
+    for step in range(3):
+        wrapped.zero_grad()
+        out, factor = wrapped(batch(step, rank, (5, 4)))
+        (out * factor).sum().backward()
+        want = mean_of_ranks(model, lambda m, r, s=step: (m.lin(batch(s, r, (5, 4)))).sum())
+        torch.testing.assert_close(model.lin.weight.grad, want["lin.weight"])
+    assert not model.factor._backward_hooks, "hooks pile up on a leaf"
+
+
+def test_a_parameter_among_the_outputs(two_ranks: Ranks) -> None:
+    two_ranks.run(check_leaf_outputs)
+
+
+def check_replaced(rank: int) -> None:
+    wrapped = fusedddp.wrap(mlp())
+    wrapped(batch(0, rank, (8, 20))).sum().backward()
+    state = {name: value.clone() for name, value in wrapped.state_dict().items()}
+    wrapped.load_state_dict(state, assign=True)
+    with pytest.raises(
+        RuntimeError, match=r"found another one as 0\.weight.*Wrap the module again"
+    ):
+        wrapped(batch(0, rank, (8, 20))).sum().backward()
+
+
+def test_replaced_parameters_are_told(two_ranks: Ranks) -> None:
+    two_ranks.run(check_replaced)
+
+
 # -- life of a wrapper -----------------------------------------------------------------------------
 
 
@@ -859,8 +999,9 @@ def check_rewrap(rank: int) -> None:
             wrapped(x).sum().backward()
             assert torch.equal(model.weight.grad, torch.full((1, 3), 1.5))
         watch = weakref.ref(wrapped.reducer.buckets[0])
+        gc.disable()
         del wrapped
-        gc.collect()
+        gc.enable()
         assert watch() is None, "a bucket outlives its wrapper"
         assert not model.weight._post_accumulate_grad_hooks
     model.zero_grad()
