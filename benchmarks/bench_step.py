@@ -8,7 +8,8 @@ caches and allocator fall on all alike. Printed per variant:
 
 - step: median, 20th and 80th percentile of the step time in ms (slowest rank; forward, backward,
   SGD step), of all steps of a turn but its first, which refills the caches;
-- tax: median step minus the median step without synchronisation;
+- tax: the step minus the step without synchronisation, each the median of its turn; the median
+  over turns, so that drifts of the machine cancel;
 - ratio: tax over the tax of the best of torch DDP's settings;
 - peak: the most bytes allocated at once for gradients and buckets and whatever comes with them,
   beyond parameters and optimizer, from wrapping to the fifth step / in the fifth step alone (MiB).
@@ -175,11 +176,20 @@ def one_memory_peak(model: Model, name: str, steps: int = 5) -> tuple[float, flo
 
 
 def rows(
-    times: dict[str, list[float]], peaks: dict[str, tuple[float, float]]
+    times: dict[str, list[float]], peaks: dict[str, tuple[float, float]], steps: int
 ) -> Iterator[dict[str, Any]]:
+    """The printed rows; `times` holds `steps` measured steps of each turn."""
     medians = {name: statistics.median(ms) for name, ms in times.items()}
-    base = medians[BASELINE]
-    taxes = {n: m if n == COLLECTIVE else m - base for n, m in medians.items()}
+    of_turns = {
+        name: [statistics.median(ms[i : i + steps]) for i in range(0, len(ms), steps)]
+        for name, ms in times.items()
+    }
+    base = of_turns[BASELINE]
+    taxes = {
+        name: statistics.median(a - b for a, b in zip(turns, base, strict=True))
+        for name, turns in of_turns.items()
+    }
+    taxes[COLLECTIVE] = medians[COLLECTIVE]
     best_ddp = min((t for n, t in taxes.items() if n.startswith("ddp")), default=float("nan"))
     for name, ms in times.items():
         quantiles = statistics.quantiles(ms, n=5)
@@ -250,7 +260,7 @@ def main() -> None:
                 f"{'variant':18} {'step ms':>8} {'p20':>8} {'p80':>8} {'tax ms':>8} {'ratio':>6} "
                 f"{'peak MiB':>9} {'steady':>8}"
             )
-            for row in rows(times, peaks):
+            for row in rows(times, peaks, args.burst - 1):
                 print(
                     f"{row['variant']:18} {row['median_ms']:8.2f} {row['p20_ms']:8.2f} "
                     f"{row['p80_ms']:8.2f} "
