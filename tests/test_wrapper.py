@@ -369,6 +369,11 @@ def check_unused_keeps_old(rank: int, views: bool) -> None:
     assert torch.equal(model.w[3].grad, torch.full((3,), 7.0 + rank))
     assert torch.equal(model.w[2].grad, torch.full((3,), 1.5))
     assert torch.equal(model.w[0].grad, torch.full((3,), 3.0))
+    # Also where it lies in the bucket, and ranks hold different values.
+    wrapped(x, [0, 1, 2, 3]).backward()
+    model.w[3].grad.fill_(7.0 + rank)
+    wrapped(x, [0]).backward()
+    assert torch.equal(model.w[3].grad, torch.full((3,), 7.0 + rank))
 
 
 @both_views
@@ -796,6 +801,9 @@ def check_user_hooks(rank: int) -> None:
         alone = mlp()
         loss(alone, rank, step).backward()
         assert torch.equal(seen[0], alone[4].weight.grad), "the hook saw a reduced gradient"
+    # What was overtaken once is last from then on, so that its gradient need not wait for the end.
+    for index, p in enumerate(model.parameters()):
+        assert wrapped.reducer._hooks.is_last(index, p)
 
 
 def test_hooks_of_the_user_come_first(two_ranks: Ranks) -> None:
