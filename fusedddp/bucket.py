@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -27,27 +28,60 @@ class Chunk:
     Attributes:
         start: its first slot in the bucket.
         params: its parameters.
-        kinds: dtype and shape that their gradients had when the buckets were laid out.
-        num_missing: gradients still to come in this round; never reaches 0 if the chunk has to
-            wait for the end of the backward.
+        arrived: indices of parameters, one for each time that one of the chunk's fired in this
+            round. A hook appends to it, so nothing else may cost time there.
+        takes_at: when `arrived` is of this length all gradients may be there; -1 if the chunk has
+            to wait for the end of the backward.
         is_taken: whether its gradients are in the buffer, so that a further one is late.
     """
 
-    __slots__ = ("is_taken", "kinds", "num_missing", "params", "start")
+    __slots__ = ("_dtypes", "_shapes", "arrived", "is_taken", "params", "start", "takes_at")
 
     def __init__(self, start: int, params: list[Parameter]) -> None:
         self.start = start
         self.params = params
-        self.kinds = [(p.dtype, p.shape) for p in params]
-        self.num_missing = len(self.params)
+        self._dtypes = [p.dtype for p in params]
+        self._shapes = [p.shape for p in params]
+        self.start_round(waits_for_end=False)
+
+    def start_round(self, *, waits_for_end: bool) -> None:
+        self.arrived: list[int] = []
+        self.takes_at = -1 if waits_for_end else len(self.params)
         self.is_taken = False
 
+    @property
+    def stop(self) -> int:
+        """One past its last slot."""
+        return self.start + len(self.params)
+
+    def gradients(self) -> list[Tensor | None]:
+        return [param.grad for param in self.params]
+
+    def is_complete(self, gradients: Sequence[Tensor | None]) -> TypeGuard[list[Tensor]]:
+        """Whether each parameter has fired, and has one of `gradients` to show for it.
+
+        An undefined gradient fires and delivers nothing.
+        """
+        return len(set(self.arrived)) == len(self.params) and all(
+            [gradient is not None for gradient in gradients]
+        )
+
+    def fits(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether `gradients` are dense, of the dtypes and shapes that the slots were made for."""
+        return (
+            [g.dtype for g in gradients] == self._dtypes
+            and [g.shape for g in gradients] == self._shapes
+            and not any([g.is_sparse for g in gradients])
+        )
+
     def find_misfit(self) -> tuple[Parameter, tuple[torch.dtype, torch.Size]] | None:
-        """A parameter whose gradient is not of the kind that its slot is for, and that kind."""
-        for param, kind in zip(self.params, self.kinds, strict=True):
+        """A parameter whose gradient does not fit, and what kind of gradient does."""
+        for param, *kind in zip(self.params, self._dtypes, self._shapes, strict=True):
             gradient = param.grad
-            if gradient is not None and (gradient.dtype, gradient.shape) != kind:
-                return param, kind
+            if gradient is not None and (
+                gradient.is_sparse or [gradient.dtype, gradient.shape] != kind
+            ):
+                return param, (kind[0], kind[1])
         return None
 
 
@@ -112,18 +146,16 @@ class Bucket:
             waits_for_end: indices of parameters whose gradient may change until the backward ends.
         """
         self.num_untaken = len(self.chunks)
+        for chunk in self.chunks:
+            chunk.start_round(
+                waits_for_end=bool(waits_for_end)
+                and not waits_for_end.isdisjoint(self.layout.params[chunk.start : chunk.stop])
+            )
         self._work: dist.Work | None = None
         self._in_place: Tensor | None = None
         self._sources: dict[int, Tensor] = {}
         self._producers: set[torch.Stream] = set()
         self._has_memory = False
-        for chunk in self.chunks:
-            chunk.num_missing = len(chunk.params)
-            chunk.is_taken = False
-        if waits_for_end:
-            for chunk in self.chunks:
-                members = self.layout.params[chunk.start : chunk.start + len(chunk.params)]
-                chunk.num_missing += not waits_for_end.isdisjoint(members)
 
     @property
     def is_launched(self) -> bool:
@@ -133,10 +165,14 @@ class Bucket:
         """The current stream has written a gradient of this bucket."""
         self._producers.add(torch.accelerator.current_stream(self.device))
 
-    def take(self, chunk: Chunk) -> None:
+    def take(self, chunk: Chunk, gradients: Sequence[Tensor | None] | None = None) -> None:
         """Moves the `.grad` of the chunk's parameters into the buffer; None moves zeros.
 
         A direct bucket leaves its gradient where it is until `launch`.
+
+        Args:
+            chunk: one that is not yet taken.
+            gradients: what `chunk.gradients()` says, where it is known already.
         """
         chunk.is_taken = True
         self.num_untaken -= 1
@@ -144,7 +180,8 @@ class Bucket:
             self._join_producers()
         if self.layout.is_direct and self._take_in_place():
             return
-        gradients = [param.grad for param in chunk.params]
+        if gradients is None:
+            gradients = chunk.gradients()
         slots = self._slots if self._has_memory else None
         flatten(gradients, slots or self._memory(), self._scale, chunk.start)
         for param in chunk.params:

@@ -7,13 +7,24 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 
+_NO_GRAPH_TASK = -2  # torch says -1 outside of a backward
+
+
 class _Listener(Protocol):
     def mark_ready(self, index: int, param: Tensor) -> None: ...
+
+    def take_chunk(self, index: int, param: Tensor) -> None: ...
+
+
+class _Chunk(Protocol):
+    arrived: list[int]
+    takes_at: int
 
 
 class ParamHooks:
@@ -21,6 +32,10 @@ class ParamHooks:
 
     Post-accumulate hooks, because a retained AccumulateGrad node would stay tied to the stream on
     which it was made. The listener is held weakly, so that a module can be wrapped again.
+
+    In a backward that `shorten` announces the hook only notes the arrival in the parameter's chunk,
+    and calls ``listener.take_chunk(index, param)`` once the chunk may be complete. A hook runs with
+    cold caches: for 400 parameters going through the listener took 1.5 ms of a backward of 18 ms.
 
     Args:
         listener: whose method is called.
@@ -35,11 +50,12 @@ class ParamHooks:
         frozen: Sequence[tuple[str, Parameter]],
     ) -> None:
         self._params = trained
+        self._listener = weakref.ref(listener)
         # Hooks of modules on several devices run on several threads.
-        lock = threading.RLock() if len({param.device for param in trained}) > 1 else None
-        reference = weakref.ref(listener)
+        self._lock = threading.RLock() if len({param.device for param in trained}) > 1 else None
+        self._short_graph_task = [_NO_GRAPH_TASK]
         self._handles = [
-            _register(param, _make_hook(reference, index, lock))
+            _register(param, _make_hook(self._listener, index, self._lock))
             for index, param in enumerate(trained)
         ]
         handles = [*self._handles, *(_refuse_gradients(name, param) for name, param in frozen)]
@@ -50,6 +66,25 @@ class ParamHooks:
         """Whether the hook on `param` runs after all hooks of the user, as DDP's does."""
         hooks = _hooks_of(param)
         return len(hooks) == 1 or next(reversed(hooks)) == self._handles[index].id
+
+    def bind(self, chunks: Sequence[_Chunk]) -> None:
+        """Says which chunk each parameter belongs to, and makes our hooks the last ones."""
+        for index, (param, chunk) in enumerate(zip(self._params, chunks, strict=True)):
+            hook = _make_hook(self._listener, index, self._lock)
+            own = self._handles[index].id
+            hooks = _hooks_of(param)
+            del hooks[own]
+            hooks[own] = _make_short_hook(
+                self._listener, index, chunk, self._short_graph_task, otherwise=hook
+            )
+
+    def shorten(self, graph_task: int | None) -> None:
+        """Announces a backward in which arrivals go to the chunks; None ends it.
+
+        Not for gradients on several devices, whose hooks run on several threads.
+        """
+        assert graph_task is None or self._lock is None
+        self._short_graph_task[0] = _NO_GRAPH_TASK if graph_task is None else graph_task
 
     def put_last(self, indices: Iterable[int]) -> None:
         """Makes the hooks on these parameters the last ones. Not while one of them runs."""
@@ -74,6 +109,30 @@ def _make_hook(
             hook(param)
 
     return hook if lock is None else locking_hook
+
+
+def _make_short_hook(
+    reference: weakref.ref[Any],
+    index: int,
+    chunk: _Chunk,
+    short_graph_task: list[int],
+    *,
+    otherwise: Callable[[Tensor], None],
+) -> Callable[[Tensor], None]:
+    current_graph_task = torch._C._current_graph_task_id
+
+    def hook(param: Tensor) -> None:
+        if current_graph_task() != short_graph_task[0]:
+            otherwise(param)
+            return
+        arrived = chunk.arrived
+        arrived.append(index)
+        if len(arrived) == chunk.takes_at:
+            listener = reference()
+            if listener is not None:
+                listener.take_chunk(index, param)
+
+    return hook
 
 
 def _refuse_gradients(name: str, param: Parameter) -> RemovableHandle:

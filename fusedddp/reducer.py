@@ -92,7 +92,7 @@ class Reducer:
         self.params = [param for _, param in trained]
         self.options = options
         self.collective = Collective(group)
-        self.phase = Phase.IDLE
+        self._phase = Phase.IDLE
         self.layout: Layout | None = None
         self.buckets: list[Bucket] = []
         self.num_rounds = 0
@@ -123,6 +123,16 @@ class Reducer:
         self._start_backward_state()
         self._hooks = ParamHooks(self, self.params, frozen)
 
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._phase = phase
+        is_short = phase is Phase.REDUCING and not self._notes_producers
+        self._hooks.shorten(self._graph_task if is_short else None)
+
     def remove_hooks(self) -> None:
         """Takes the hooks off the parameters; backwards are local from then on."""
         self._hooks.remove()
@@ -132,46 +142,71 @@ class Reducer:
     def mark_ready(self, index: int, param: Tensor) -> None:
         """The hook of parameter `index`: a gradient has been accumulated into its `.grad`.
 
-        Runs once per parameter and backward, with cold caches, so every line of it counts.
+        While a backward is reduced, `ParamHooks` skips this and goes to the chunk at once.
         """
         if torch._C._current_graph_task_id() != self._graph_task:
             self._drop_stale(index)
-        if self.phase is not Phase.REDUCING and not self._begin_or_record(index, param):
+        if self.phase is Phase.IDLE:
+            self._begin_backward(self._hidden_forward_syncs)
+        if self.phase is Phase.REDUCING:
+            bucket, chunk = self._chunks[index]
+            if self._notes_producers:
+                bucket.note_producer()
+            chunk.arrived.append(index)
+            if len(chunk.arrived) == chunk.takes_at:
+                self.take_chunk(index, param)
             return
         gradient = param.grad
         if gradient is None:  # an undefined gradient delivers nothing
             return
         if gradient.is_sparse:
             self._refuse_sparse(index)
-        bucket, chunk = self._chunks[index]
-        if self._fired[index]:
-            if chunk.is_taken and index not in self._late:
-                self._late.append(index)
-            return
         self._fired[index] = 1
-        if self._notes_producers:
-            bucket.note_producer()
-        chunk.num_missing -= 1
-        if not chunk.num_missing:
-            self._take(bucket, chunk, index, param)
+        if self.phase is Phase.RECORDING:
+            self._order.pop(index, None)  # ordered by the last time it fires
+            self._order[index] = None
+            self._fire_counts[index] += 1
 
-    def _take(self, bucket: Bucket, chunk: Chunk, index: int, param: Tensor) -> None:
-        """All gradients of `chunk` are there; that of `index` came last."""
+    def take_chunk(self, index: int, param: Tensor) -> None:
+        """Moves a chunk into its bucket if all its gradients are there; that of `index` is last.
+
+        A chunk that is not taken here is taken at the end of the backward.
+        """
+        bucket, chunk = self._chunks[index]
+        gradients = chunk.gradients()
+        if not chunk.is_complete(gradients):
+            return
         if not self._hooks.is_last(index, param):
-            # A hook that the user registered after ours has yet to run. The chunk is taken at the
-            # end of the backward, and our hook put last.
+            # A hook that the user registered after ours has yet to run; ours is put last for the
+            # next backward.
             self._overtaken.append(index)
             return
-        if chunk.find_misfit() is not None:
+        if not chunk.fits(gradients):
             self._record_anew(chunk)
             return
-        bucket.take(chunk)
+        bucket.take(chunk, gradients)
         # The last bucket is launched at the end of the backward, when this rank knows whether it
         # has to raise the flag. Its last gradient is nearly always the last of the backward.
         if not bucket.num_untaken:
             while self._next < len(self.buckets) - 1 and not self.buckets[self._next].num_untaken:
                 self.buckets[self._next].launch()
                 self._next += 1
+
+    def _gather_arrivals(self) -> None:
+        """Notes which parameters fired while gradients were reduced, and which did so too late."""
+        chunks = [chunk for bucket in self.buckets for chunk in bucket.chunks]
+        if chunks and all([c.is_taken and len(c.arrived) == c.takes_at for c in chunks]):
+            self._fired = bytearray(b"\1") * len(self.params)
+            return
+        late = set()
+        for chunk in chunks:
+            # What arrived after the chunk was taken is late. An undefined gradient is none.
+            on_time = len(chunk.params) if chunk.is_taken else len(chunk.arrived)
+            for index in chunk.arrived[:on_time]:
+                if chunk.is_taken or self.params[index].grad is not None:
+                    self._fired[index] = 1
+            late |= {i for i in chunk.arrived[on_time:] if self.params[i].grad is not None}
+        self._late = sorted(late)
 
     def _record_anew(self, chunk: Chunk) -> None:
         """Drops the layout, because the module was changed: this backward is recorded instead.
@@ -181,39 +216,26 @@ class Reducer:
 
         Raises:
             RuntimeError: part of this backward has been reduced for the old layout already.
+            NotImplementedError: the gradient is sparse.
         """
         misfit = chunk.find_misfit()
         assert misfit is not None
+        param, (dtype, shape) = misfit
+        assert param.grad is not None
+        index = next(i for i, other in enumerate(self.params) if other is param)
+        if param.grad.is_sparse:
+            self._refuse_sparse(index)
         if any(other.is_taken for bucket in self.buckets for other in bucket.chunks):
-            param, (dtype, shape) = misfit
-            assert param.grad is not None
-            name = next(n for n, p in zip(self.names, self.params, strict=True) if p is param)
             raise RuntimeError(
-                f"expected the gradient of {name} to be of {dtype} and shape {tuple(shape)}, as "
+                f"expected the gradient of {self.names[index]} to be of {dtype} and shape {tuple(shape)}, as "
                 f"when the buckets were laid out, found {param.grad.dtype} and "
                 f"{tuple(param.grad.shape)}. Wrap the module again after changing a part of it."
             )
+        self._gather_arrivals()
         self.layout, self.buckets, self._places, self._chunks = None, [], [], []
         self.phase = Phase.RECORDING
         self._order = {i: None for i, fired in enumerate(self._fired) if fired}
         self._fire_counts = list(self._fired)
-
-    def _begin_or_record(self, index: int, param: Tensor) -> bool:
-        """`mark_ready` outside of `Phase.REDUCING`. Returns whether that has begun now."""
-        if self.phase is Phase.IDLE:
-            phase = self._begin_backward(self._hidden_forward_syncs)
-            if phase is Phase.REDUCING:
-                return True
-        if param.grad is None:  # an undefined gradient delivers nothing
-            return False
-        if param.grad.is_sparse:
-            self._refuse_sparse(index)
-        self._fired[index] = 1
-        if self.phase is Phase.RECORDING:
-            self._order.pop(index, None)  # ordered by the last time it fires
-            self._order[index] = None
-            self._fire_counts[index] += 1
-        return False
 
     def _refuse_sparse(self, index: int) -> NoReturn:
         raise NotImplementedError(
@@ -302,6 +324,7 @@ class Reducer:
 
     def _begin_backward(self, sync: bool) -> Phase:
         self._start_backward_state()
+        self._graph_task = torch._C._current_graph_task_id()
         if not (self._requires_sync() and sync):
             self.phase = Phase.LOCAL
         else:
@@ -313,7 +336,6 @@ class Reducer:
             if reducer is not None:
                 reducer.finalize_backward()
 
-        self._graph_task = torch._C._current_graph_task_id()
         self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         return self.phase
@@ -322,6 +344,7 @@ class Reducer:
         """The end of the outermost backward: completes the round that it began."""
         phase = self.phase
         try:
+            self._gather_arrivals()
             if phase is Phase.LOCAL:
                 self._fired_before = _either(self._fired_before, self._fired)
             elif 1 in self._fired:
@@ -342,6 +365,7 @@ class Reducer:
         """
         phase = self.phase
         self.phase = Phase.IDLE
+        self._gather_arrivals()
         if phase is Phase.LOCAL:
             self._fired_before = _either(self._fired_before, self._fired)
             return
@@ -459,7 +483,7 @@ class Reducer:
                     places[index], chunks[index] = (bucket, slot), (bucket, chunk)
         self._places = [places[index] for index in range(len(self.params))]
         self._chunks = [chunks[index] for index in range(len(self.params))]
-        self._hooks.put_last(range(len(self.params)))
+        self._hooks.bind([chunk for _, chunk in self._chunks])
 
     def _first_bucket_cap_bytes(self) -> int:
         """The cap of the first bucket; on CPU that of all buckets.
