@@ -1,10 +1,11 @@
 """Training-step time and memory of every way to synchronise gradients, in one interleaved run.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_step.py [--models small large] [--turns 40]
+    torchrun --nproc-per-node 2 benchmarks/bench_step.py [--models small large] [--sessions 6]
 
 Every variant trains its own copy of the model. They take turns of a few steps each, in an order
 that is shuffled anew each time, so that noise on the machine and what the variant before left in
-caches and allocator fall on all alike. Printed per variant:
+caches and allocator fall on all alike. Where in memory a model lies changes its step by more than
+some variants differ, so there are several sessions, each with new models. Printed per variant:
 
 - step: median, 20th and 80th percentile of the step time in ms (slowest rank; forward, backward,
   SGD step), of all steps of a turn but its first, which refills the caches;
@@ -20,9 +21,9 @@ caches and allocator fall on all alike. Printed per variant:
 from __future__ import annotations
 
 import argparse
-import copy
 import csv
 import datetime
+import functools
 import gc
 import os
 import platform
@@ -120,21 +121,29 @@ def timed(step: Callable[[], None], count: int) -> list[float]:
     return times
 
 
-def measure_times(model: Model, names: list[str], turns: int, burst: int) -> dict[str, list[float]]:
-    module, inputs = model.build(), model.batch()
-    flat = torch.zeros(sum(p.numel() for p in module.parameters()))
-    trainers = {n: Trainer(VARIANTS[n], copy.deepcopy(module), inputs) for n in names}
-    steps: dict[str, Callable[[], None]] = {n: t.step for n, t in trainers.items()}
-    steps[COLLECTIVE] = lambda: dist.all_reduce(flat)
-    for step in steps.values():  # buckets are rebuilt, memory is faulted in
-        timed(step, 4)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    order = list(steps)
+def measure_times(
+    model: Model, names: list[str], sessions: int, turns: int, burst: int
+) -> dict[str, list[float]]:
+    """Milliseconds of every measured step of each variant, the slowest rank's."""
+    times: dict[str, list[float]] = {name: [] for name in [*names, COLLECTIVE]}
+    order = list(times)
     shuffle = random.Random(0).shuffle  # the same on all ranks
-    for _ in range(turns):
+    for _ in range(sessions):
+        gc.collect()
+        inputs = model.batch()
+        steps: dict[str, Callable[[], None]] = {}
         shuffle(order)
         for name in order:
-            times[name] += timed(steps[name], burst)[1:]
+            if name == COLLECTIVE:
+                flat = torch.zeros(sum(p.numel() for p in model.build().parameters()))
+                steps[name] = functools.partial(dist.all_reduce, flat)
+            else:
+                steps[name] = Trainer(VARIANTS[name], model.build(), inputs).step
+            timed(steps[name], 4)  # buckets are rebuilt, memory is faulted in
+        for _ in range(turns):
+            shuffle(order)
+            for name in order:
+                times[name] += timed(steps[name], burst)[1:]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, times)
     return {n: [max(ms) for ms in zip(*(t[n] for t in everywhere), strict=True)] for n in times}
@@ -228,15 +237,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--turns", type=int, default=40, help="turns of each variant")
+    parser.add_argument("--sessions", type=int, default=6, help="how often models are built anew")
+    parser.add_argument("--turns", type=int, default=8, help="turns of each variant in a session")
     parser.add_argument(
         "--burst", type=int, default=4, help="steps of a turn; the first is not counted"
     )
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory columns")
     parser.add_argument("--csv", type=Path, help="write the rows here as well")
     args = parser.parse_args()
-    if args.burst < 2 or args.turns < 2:
-        parser.error("--burst and --turns: expected at least 2")
+    if args.sessions < 1 or args.burst < 2 or args.turns < 2:
+        parser.error("expected at least 1 session, 2 turns and bursts of 2 steps")
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=2))
@@ -252,7 +262,7 @@ def main() -> None:
     written = []
     for model_name in args.models:
         model = MODELS[model_name]
-        times = measure_times(model, names, args.turns, args.burst)
+        times = measure_times(model, names, args.sessions, args.turns, args.burst)
         peaks = {} if args.no_memory else {n: memory_peaks(model, n) for n in names}
         if dist.get_rank() == 0:
             print(f"\n{model_name}: " + ", ".join(f"{k} {v}" for k, v in about.items()), flush=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from typing import TypeGuard
+import operator
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,10 @@ from fusedddp_kernels import (
     unflatten,
 )
 
+# What a gradient has to have in common with its slot, and a fast way to ask for it.
+_Kind: TypeAlias = tuple[torch.dtype, torch.Size, torch.layout]
+_kind: Callable[[Tensor], _Kind] = operator.attrgetter("dtype", "shape", "layout")
+
 
 class Chunk:
     """Neighbouring slots of a bucket that are filled together.
@@ -35,13 +40,12 @@ class Chunk:
         is_taken: whether its gradients are in the buffer, so that a further one is late.
     """
 
-    __slots__ = ("_dtypes", "_shapes", "arrived", "is_taken", "params", "start", "takes_at")
+    __slots__ = ("_kinds", "arrived", "is_taken", "params", "start", "takes_at")
 
     def __init__(self, start: int, params: list[Parameter]) -> None:
         self.start = start
         self.params = params
-        self._dtypes = [p.dtype for p in params]
-        self._shapes = [p.shape for p in params]
+        self._kinds = [_kind(param) for param in params]
         self.start_round(waits_for_end=False)
 
     def start_round(self, *, waits_for_end: bool) -> None:
@@ -68,20 +72,13 @@ class Chunk:
 
     def fits(self, gradients: Sequence[Tensor]) -> bool:
         """Whether `gradients` are dense, of the dtypes and shapes that the slots were made for."""
-        return (
-            [g.dtype for g in gradients] == self._dtypes
-            and [g.shape for g in gradients] == self._shapes
-            and not any([g.is_sparse for g in gradients])
-        )
+        return [*map(_kind, gradients)] == self._kinds
 
-    def find_misfit(self) -> tuple[Parameter, tuple[torch.dtype, torch.Size]] | None:
+    def find_misfit(self) -> tuple[Parameter, _Kind] | None:
         """A parameter whose gradient does not fit, and what kind of gradient does."""
-        for param, *kind in zip(self.params, self._dtypes, self._shapes, strict=True):
-            gradient = param.grad
-            if gradient is not None and (
-                gradient.is_sparse or [gradient.dtype, gradient.shape] != kind
-            ):
-                return param, (kind[0], kind[1])
+        for param, kind in zip(self.params, self._kinds, strict=True):
+            if param.grad is not None and _kind(param.grad) != kind:
+                return param, kind
         return None
 
 
@@ -90,7 +87,8 @@ class Bucket:
 
     Nothing refers back to a bucket, so its memory is free as soon as the bucket is.
 
-    A round is `take` for each chunk whose gradients are there, `launch`, `wait`, `hand_out`.
+    A round is `take` for each chunk whose gradients are there, `launch`, `hand_out`, `wait`,
+    `finish`.
 
     See Note [Dropping gradients].
 
@@ -232,34 +230,43 @@ class Bucket:
         """Whether any rank set the flag. Reads on the host; call it after `wait`."""
         return bool(self._memory().flat[-1])
 
-    def hand_out(self, restore: Mapping[int, Tensor | None] | None = None) -> None:
-        """Gives every parameter its reduced gradient.
+    def hand_out(self) -> None:
+        """Gives every parameter the tensor that holds its reduced gradient after `finish`.
+
+        Comes before `wait`, because while the collective runs it costs nothing.
+        """
+        if self._in_place is not None:
+            self.params[0].grad = self._in_place
+            return
+        views = self._memory().views
+        if self._as_view:
+            # Aliases, not views: `grad.detach_()` refuses views.
+            gradients = [view.detach() for view in views]
+            for slot in self._complex_slots:
+                gradients[slot] = torch.view_as_complex(views[slot]).detach()
+        else:
+            gradients = [self._destination(i, param) for i, param in enumerate(self.params)]
+            self._sources = {}
+        for param, gradient in zip(self.params, gradients, strict=True):
+            param.grad = gradient
+
+    def finish(self, restore: Mapping[int, Tensor | None] | None = None) -> None:
+        """Fills what `hand_out` gave away; comes after `wait`.
 
         Args:
             restore: slots whose parameter gets this `.grad` instead.
         """
+        for slot, gradient in (restore or {}).items():
+            self.params[slot].grad = gradient
         if self._in_place is not None:
-            self.params[0].grad = self._in_place
             self._in_place = None
             return
-        slots = self._memory()
-        gradients: list[Tensor | None]
-        if self._as_view:
-            # Aliases, not views: `grad.detach_()` refuses views.
-            gradients = [view.detach() for view in slots.views]
-            for slot in self._complex_slots:
-                gradients[slot] = torch.view_as_complex(slots.views[slot]).detach()
-        else:
-            gradients = [
-                None if restore and i in restore else self._destination(i, param)
-                for i, param in enumerate(self.params)
-            ]
-            unflatten(slots, gradients)
-            self._sources = {}
-        for slot, gradient in (restore or {}).items():
-            gradients[slot] = gradient
-        for param, gradient in zip(self.params, gradients, strict=True):
-            param.grad = gradient
+        if not self._as_view:
+            slots = range(len(self.params))
+            unflatten(
+                self._memory(),
+                [None if restore and i in restore else self.params[i].grad for i in slots],
+            )
         if self.layout.is_direct:
             self._slots = None  # it had to copy this time; the next gradient may not have to
 

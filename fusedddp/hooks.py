@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-
 _NO_GRAPH_TASK = -2  # torch says -1 outside of a backward
 
 

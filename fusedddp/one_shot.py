@@ -76,19 +76,24 @@ def reduce_gradients(
     in_flight: deque[Bucket] = deque()
 
     def finish_oldest() -> None:
-        bucket = in_flight.popleft()
-        bucket.wait()
-        bucket.hand_out()
+        in_flight[0].wait()
+        in_flight.popleft().finish()
 
-    for bucket_layout in layout.buckets:
-        members = [params[i] for i in bucket_layout.params]
-        bucket = Bucket(bucket_layout, members, collective, as_view=as_view)
-        bucket.launch()
-        in_flight.append(bucket)
-        if len(in_flight) >= _MAX_IN_FLIGHT:
+    try:
+        for bucket_layout in layout.buckets:
+            members = [params[i] for i in bucket_layout.params]
+            bucket = Bucket(bucket_layout, members, collective, as_view=as_view)
+            in_flight.append(bucket)
+            bucket.launch()
+            bucket.hand_out()
+            if len(in_flight) >= _MAX_IN_FLIGHT:
+                finish_oldest()
+        while in_flight:
             finish_oldest()
-    while in_flight:
-        finish_oldest()
+    except BaseException:
+        for bucket in in_flight:
+            bucket.abandon()  # no gradient is left that looks reduced and is not
+        raise
     return lacking
 
 

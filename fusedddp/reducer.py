@@ -206,7 +206,7 @@ class Reducer:
                 if chunk.is_taken or self.params[index].grad is not None:
                     self._fired[index] = 1
             late |= {i for i in chunk.arrived[on_time:] if self.params[i].grad is not None}
-        self._late = sorted(late)
+        self._late: list[int] = sorted(late)
 
     def _record_anew(self, chunk: Chunk) -> None:
         """Drops the layout, because the module was changed: this backward is recorded instead.
@@ -220,15 +220,15 @@ class Reducer:
         """
         misfit = chunk.find_misfit()
         assert misfit is not None
-        param, (dtype, shape) = misfit
+        param, (dtype, shape, _) = misfit
         assert param.grad is not None
         index = next(i for i, other in enumerate(self.params) if other is param)
         if param.grad.is_sparse:
             self._refuse_sparse(index)
         if any(other.is_taken for bucket in self.buckets for other in bucket.chunks):
             raise RuntimeError(
-                f"expected the gradient of {self.names[index]} to be of {dtype} and shape {tuple(shape)}, as "
-                f"when the buckets were laid out, found {param.grad.dtype} and "
+                f"expected the gradient of {self.names[index]} to be of {dtype} and shape "
+                f"{tuple(shape)}, as when the buckets were laid out, found {param.grad.dtype} and "
                 f"{tuple(param.grad.shape)}. Wrap the module again after changing a part of it."
             )
         self._gather_arrivals()
@@ -317,7 +317,7 @@ class Reducer:
         self._fired = bytearray(len(self.params))
         for bucket in self.buckets:
             bucket.start_round(self._waits_for_end)
-        self._late: list[int] = []
+        self._late = []
         self._overtaken: list[int] = []
         self._order = {}
         self._fire_counts = [0] * len(self.params) if self.layout is None else []
@@ -511,6 +511,8 @@ class Reducer:
         finish_buffers = self._on_round()
         late = {index: self.params[index].grad for index in self._late}
         for bucket in self.buckets:
+            bucket.hand_out()
+        for bucket in self.buckets:
             bucket.wait()
         if self._reads_freely and self.buckets[-1].is_flagged():
             control = self._start_control()
@@ -525,7 +527,7 @@ class Reducer:
                 bucket, slot = self._places[index]
                 restore.setdefault(bucket, {})[slot] = gradient
         for bucket in self.buckets:
-            bucket.hand_out(restore.get(bucket))
+            bucket.finish(restore.get(bucket))
         finish_buffers()
         if late or reading is not None:
             self._settle_late(late, reading)
