@@ -18,8 +18,9 @@ export OMP_NUM_THREADS := 1
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: .venv/.installed  ## train a small net on two ranks with and without fusedddp, and compare
+demo: .venv/.installed  ## train two nets on two ranks with and without fusedddp, compare, plot
 	@$(TORCHRUN) examples/train_digits.py
+	@$(TORCHRUN) examples/compare_gpt.py --plot build/demo.png
 
 test: .venv/.installed  ## run all tests
 	@$(BIN)/python -m pytest

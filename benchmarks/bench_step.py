@@ -1,6 +1,6 @@
 """Training-step time and memory of every way to synchronise gradients, in one interleaved run.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_step.py [--models small large] [--sessions 6]
+    torchrun --nproc-per-node 2 benchmarks/bench_step.py [--models small gpt] [--sessions 6]
 
 Every variant trains its own copy of the model. They take turns of a few steps each, in an order
 that is shuffled anew each time, so that noise on the machine and what the variant before left in
@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from models import MODELS, Model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,23 +45,6 @@ import fusedddp
 
 BASELINE = "no sync"
 COLLECTIVE = "collective"
-
-
-def square_layers(count: int, width: int) -> nn.Module:
-    """`count` linear layers without bias, so that each is one parameter of width x width."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
-
-
-class Model(NamedTuple):
-    build: Callable[[], nn.Module]
-    batch: Callable[[], Tensor]
-
-
-MODELS = {
-    "small": Model(lambda: square_layers(400, 64), lambda: torch.randn(8, 64)),
-    "large": Model(lambda: square_layers(12, 1024), lambda: torch.randn(8, 1024)),
-}
 
 
 def naive_all_reduce(module: nn.Module) -> None:
@@ -235,7 +219,7 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["small", "large"])
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--sessions", type=int, default=6, help="how often models are built anew")
     parser.add_argument("--turns", type=int, default=8, help="turns of each variant in a session")
@@ -265,7 +249,9 @@ def main() -> None:
         times = measure_times(model, names, args.sessions, args.turns, args.burst)
         peaks = {} if args.no_memory else {n: memory_peaks(model, n) for n in names}
         if dist.get_rank() == 0:
-            print(f"\n{model_name}: " + ", ".join(f"{k} {v}" for k, v in about.items()), flush=True)
+            print(
+                f"\n{model.title}: " + ", ".join(f"{k} {v}" for k, v in about.items()), flush=True
+            )
             print(
                 f"{'variant':18} {'step ms':>8} {'p20':>8} {'p80':>8} {'tax ms':>8} {'ratio':>6} "
                 f"{'peak MiB':>9} {'steady':>8}"

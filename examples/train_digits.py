@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tqdm
+from process_group import process_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -239,17 +239,9 @@ def main() -> int:
     learning = ("epochs", "steps", "batch", "dtype")
     must_learn = all(getattr(args, name) == parser.get_default(name) for name in learning)
 
-    torch.set_num_threads(1)  # ranks share the cores
     torch.backends.cudnn.deterministic = True  # losses are compared bit for bit
-    device = "cpu"
-    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device == "cpu" else "nccl")
-    try:
+    with process_group() as device:
         return 0 if compare(args, device, must_learn) else 1
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

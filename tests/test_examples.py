@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import train_digits
 
 from tests.ranks import Ranks
 
@@ -17,9 +18,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def check_digits(rank: int, dtype: torch.dtype, views: bool) -> None:
-    sys.path.insert(0, str(ROOT / "examples"))
-    import train_digits
-
     data = train_digits.load_data(dtype=dtype)
     results = {
         way: train_digits.train(way, data, steps=50, views=views)
