@@ -272,27 +272,31 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def run(args: argparse.Namespace, device: str) -> int:
+    settings = Settings(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Settings)})
+    try:
+        trainer = Trainer(settings, load_text(args.text, settings.context), args.sync, device)
+        if args.resume:
+            trainer.resume(args.checkpoint)
+    except ValueError as error:  # what the user can mend; every rank has it
+        print(f"rank {dist.get_rank()}: {error}", file=sys.stderr)
+        return 2
+    losses = train(trainer, args.checkpoint, args.every)
+    held_out = trainer.held_out_loss()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, losses)
+    if dist.get_rank() == 0:
+        if args.history:
+            args.history.write_text(json.dumps({"sync": args.sync, "losses": everywhere}))
+        print(f"held-out loss {held_out:.4f} nats a character after {settings.steps} steps")
+        print(trainer.sample("def ", 160))
+    return 0
+
+
 def main() -> int:
     args = parse_arguments()
-    settings = Settings(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Settings)})
     with process_group() as device:
-        try:
-            trainer = Trainer(settings, load_text(args.text, settings.context), args.sync, device)
-            if args.resume:
-                trainer.resume(args.checkpoint)
-        except ValueError as error:  # what the user can mend; every rank has it
-            print(f"rank {dist.get_rank()}: {error}", file=sys.stderr)
-            return 2
-        losses = train(trainer, args.checkpoint, args.every)
-        held_out = trainer.held_out_loss()
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, losses)
-        if dist.get_rank() == 0:
-            if args.history:
-                args.history.write_text(json.dumps({"sync": args.sync, "losses": everywhere}))
-            print(f"held-out loss {held_out:.4f} nats a character after {settings.steps} steps")
-            print(trainer.sample("def ", 160))
-    return 0
+        return run(args, device)  # in a function, so that the model is gone before the group
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import TypeAlias, TypeGuard
 
 import torch
@@ -150,8 +150,10 @@ class Bucket:
                 and not waits_for_end.isdisjoint(self.layout.params[chunk.start : chunk.stop])
             )
         self._work: dist.Work | None = None
+        self._is_in_flight = False
         self._in_place: Tensor | None = None
         self._sources: dict[int, Tensor] = {}
+        self._held_back: dict[int, Tensor] = {}
         self._producers: set[torch.Stream] = set()
         self._has_memory = False
 
@@ -215,6 +217,7 @@ class Bucket:
             flat = self._memory().flat
             if self.layout.has_flag:
                 flat[-1:].fill_(flag)
+        self._is_in_flight = True
         self._work = self._collective.launch(flat, reduction)
 
     def wait(self) -> None:
@@ -225,15 +228,19 @@ class Bucket:
         """
         assert self._work is not None
         self._work.wait()
+        self._is_in_flight = False
 
     def is_flagged(self) -> bool:
         """Whether any rank set the flag. Reads on the host; call it after `wait`."""
         return bool(self._memory().flat[-1])
 
-    def hand_out(self) -> None:
+    def hand_out(self, absent: Collection[int] = ()) -> None:
         """Gives every parameter the tensor that holds its reduced gradient after `finish`.
 
         Comes before `wait`, because while the collective runs it costs nothing.
+
+        Args:
+            absent: slots without a gradient here; `finish` decides what their parameter gets.
         """
         if self._in_place is not None:
             self.params[0].grad = self._in_place
@@ -247,17 +254,19 @@ class Bucket:
         else:
             gradients = [self._destination(i, param) for i, param in enumerate(self.params)]
             self._sources = {}
-        for param, gradient in zip(self.params, gradients, strict=True):
-            param.grad = gradient
+        self._held_back = {slot: gradients[slot] for slot in absent}
+        for slot, (param, gradient) in enumerate(zip(self.params, gradients, strict=True)):
+            if slot not in self._held_back:
+                param.grad = gradient
 
     def finish(self, restore: Mapping[int, Tensor | None] | None = None) -> None:
         """Fills what `hand_out` gave away; comes after `wait`.
 
         Args:
-            restore: slots whose parameter gets this `.grad` instead.
+            restore: absent slots whose parameter gets this `.grad` instead of the reduced one.
         """
-        for slot, gradient in (restore or {}).items():
-            self.params[slot].grad = gradient
+        for slot, reduced in self._held_back.items():
+            self.params[slot].grad = restore[slot] if restore and slot in restore else reduced
         if self._in_place is not None:
             self._in_place = None
             return
@@ -283,6 +292,8 @@ class Bucket:
             if chunk.is_taken:
                 for param in chunk.params:
                     param.grad = None
+        if self._is_in_flight:
+            self._slots = None  # a collective that nobody waited for may yet write to it
         self.start_round()
 
     def _memory(self) -> Slots:

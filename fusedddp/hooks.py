@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+# Attribute of our hooks that tells them from those of the user: a weak reference to the listener.
+_LISTENER = "_fusedddp_listener"
 _NO_GRAPH_TASK = -2  # torch says -1 outside of a backward
 
 
@@ -57,6 +59,7 @@ class ParamHooks:
             _register(param, _make_hook(self._listener, index, self._lock))
             for index, param in enumerate(trained)
         ]
+        self._tensors = [param._cdata for param in trained]
         handles = [*self._handles, *(_refuse_gradients(name, param) for name, param in frozen)]
         self.remove = weakref.finalize(listener, _remove_all, handles)
         self.remove.atexit = False
@@ -65,6 +68,19 @@ class ParamHooks:
         """Whether the hook on `param` runs after all hooks of the user, as DDP's does."""
         hooks = _hooks_of(param)
         return len(hooks) == 1 or next(reversed(hooks)) == self._handles[index].id
+
+    def is_shared(self, index: int) -> bool:
+        """Whether another listener, that of another wrapper, hears of this parameter too."""
+        own = self._handles[index].id
+        return any(
+            getattr(hook, _LISTENER, _nobody)() is not None
+            for key, hook in (_hooks_of(self._params[index]) or {}).items()
+            if key != own
+        )
+
+    def is_lost(self, index: int) -> bool:
+        """Whether the hook is gone: torch.utils.swap_tensors puts another tensor in its place."""
+        return self._params[index]._cdata != self._tensors[index]
 
     def bind(self, chunks: Sequence[_Chunk]) -> None:
         """Says which chunk each parameter belongs to, and makes our hooks the last ones."""
@@ -107,7 +123,9 @@ def _make_hook(
         with lock:
             hook(param)
 
-    return hook if lock is None else locking_hook
+    chosen = hook if lock is None else locking_hook
+    setattr(chosen, _LISTENER, reference)
+    return chosen
 
 
 def _make_short_hook(
@@ -131,6 +149,7 @@ def _make_short_hook(
             if listener is not None:
                 listener.take_chunk(index, param)
 
+    setattr(hook, _LISTENER, reference)
     return hook
 
 
@@ -151,6 +170,10 @@ def _refuse_gradients(name: str, param: Parameter) -> RemovableHandle:
 def _register(param: Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
+
+
+def _nobody() -> None:
+    return None
 
 
 def _hooks_of(param: Tensor) -> dict[int, Any]:

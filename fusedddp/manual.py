@@ -44,7 +44,8 @@ def all_reduce_gradients(
         TypeError: an argument of another type.
         ValueError: an unknown `op`, a `reduce_dtype` that is not floating, no parameter that
             requires a gradient, no process group.
-        RuntimeError: on all ranks, if they pass different parameters.
+        RuntimeError: on all ranks, if they pass different parameters; or a collective failed, and
+            no gradient is left then, since some would be reduced and some not.
 
     Example::
 

@@ -47,7 +47,8 @@ def reduce_gradients(
         Indices of the parameters that lacked a gradient on any rank.
 
     Raises:
-        RuntimeError: ranks pass different parameters.
+        RuntimeError: ranks pass different parameters, or a collective failed. After the latter no
+            parameter has a gradient.
     """
     if present is None:
         present = [param.grad is not None for param in params]
@@ -91,8 +92,8 @@ def reduce_gradients(
         while in_flight:
             finish_oldest()
     except BaseException:
-        for bucket in in_flight:
-            bucket.abandon()  # no gradient is left that looks reduced and is not
+        for param in params:
+            param.grad = None  # some are reduced and some are not, and nothing tells which
         raise
     return lacking
 

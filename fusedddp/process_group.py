@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+# Its functions have the default group as a default argument, from when it is imported. Wrapping a
+# module imports it, with torch DDP too; were that the first time, the group and its threads would
+# outlive destroy_process_group, and a gloo thread that lives can abort Python at its end.
+import torch.distributed.nn.functional  # noqa: F401
+
 
 def require_group(process_group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
     """`process_group`, or the default one.

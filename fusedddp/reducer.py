@@ -347,15 +347,28 @@ class Reducer:
             self._gather_arrivals()
             if phase is Phase.LOCAL:
                 self._fired_before = _either(self._fired_before, self._fired)
+                self._hidden_forward_syncs = True  # what a forward under no_sync asked for is done
             elif 1 in self._fired:
                 self._complete_round()
             else:
                 self._check_params()
+                self._check_hooks(range(len(self.params)))
         except BaseException:
             self._abandon()
             raise
         finally:
             self.phase = Phase.IDLE
+
+    def _check_hooks(self, indices: Iterable[int]) -> None:
+        """Raises RuntimeError if the hook of a parameter without a gradient is gone."""
+        lost = next((i for i in indices if self._hooks.is_lost(i)), None)
+        if lost is not None:
+            raise RuntimeError(
+                f"expected the hook of fusedddp on {self.names[lost]}, found that it is gone, so "
+                "that its gradient is not averaged. torch.utils.swap_tensors does that, as do "
+                "conversions with torch.__future__.set_swap_module_params_on_conversion. Wrap the "
+                "module again after converting it."
+            )
 
     def _complete_abandoned(self, keep: int | None = None) -> None:
         """Issues what is left of the round of a backward that an exception ended.
@@ -394,6 +407,10 @@ class Reducer:
                 param.grad = gradient
 
     def _abandon(self) -> None:
+        if self.layout is None:
+            for index, fired in enumerate(self._fired):
+                if fired:
+                    self.params[index].grad = None
         for bucket in self.buckets:
             bucket.abandon()
         self._start_backward_state()
@@ -402,7 +419,9 @@ class Reducer:
     # -- rounds ----------------------------------------------------------------------------------
 
     def _complete_round(self, *, recording_was_abandoned: bool = False) -> None:
-        self._hooks.put_last(self._overtaken)
+        shared = {index for index in self._overtaken if self._hooks.is_shared(index)}
+        self._waits_for_end |= shared
+        self._hooks.put_last(set(self._overtaken) - shared)
         if 0 in self._fired and 1 in self._fired_before:
             self._fired = _either(self._fired, self._fired_before)
         untaken = (c for bucket in self.buckets for c in bucket.chunks if not c.is_taken)
@@ -432,7 +451,10 @@ class Reducer:
         finish_buffers()
         self._note_lacking(lacking)
         if is_whole:
-            self._waits_for_end = frozenset(i for i, count in enumerate(fire_counts) if count > 1)
+            # A parameter of two wrappers is averaged by both, one after the other.
+            self._waits_for_end = frozenset(
+                i for i, count in enumerate(fire_counts) if count > 1 or self._hooks.is_shared(i)
+            )
             self._lay_out(order)
 
     def _agree_on_order(self, was_abandoned: bool) -> tuple[list[int], list[int], bool]:
@@ -510,8 +532,12 @@ class Reducer:
             control = self._start_control()
         finish_buffers = self._on_round()
         late = {index: self.params[index].grad for index in self._late}
+        absent_slots: dict[Bucket, list[int]] = {}
+        for index in absent:
+            bucket, slot = self._places[index]
+            absent_slots.setdefault(bucket, []).append(slot)
         for bucket in self.buckets:
-            bucket.hand_out()
+            bucket.hand_out(absent_slots.get(bucket, ()))
         for bucket in self.buckets:
             bucket.wait()
         if self._reads_freely and self.buckets[-1].is_flagged():
@@ -537,6 +563,7 @@ class Reducer:
             )
         else:
             self._note_lacking(absent)
+        self._check_hooks(absent)
 
     def _start_control(self) -> Control:
         assert self.layout is not None

@@ -293,3 +293,45 @@ def check_other_methods(rank: int) -> None:
 
 def test_a_loss_made_by_another_method_is_reduced(two_ranks: Ranks) -> None:
     two_ranks.run(check_other_methods)
+
+
+class Opaque:
+    """An output that nobody looks into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class HidesItsOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Opaque:
+        return Opaque(self.linear(x))
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().sum()
+
+
+def check_hidden_no_sync(rank: int) -> None:
+    torch.manual_seed(0)
+    model = HidesItsOutput()
+    wrapped = fusedddp.wrap(model)
+    for step in range(4):
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            hidden = wrapped(batch(step, rank, (3, 4)))
+        hidden.value.square().sum().backward()
+        alone = nn.Linear(4, 2)
+        alone.load_state_dict(model.linear.state_dict())
+        alone(batch(step, rank, (3, 4))).square().sum().backward()
+        assert torch.equal(model.linear.weight.grad, alone.weight.grad)  # local
+        wrapped.zero_grad()
+        want = mean_of_ranks(model, lambda m, r, step=step: m.loss(batch(step, r, (3, 4))))
+        wrapped.loss(batch(step, rank, (3, 4))).backward()
+        assert_gradients(model, want)
+
+
+def test_no_sync_around_a_hidden_forward_is_over_after_its_backward(two_ranks: Ranks) -> None:
+    two_ranks.run(check_hidden_no_sync)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fusedddp
+from fusedddp import one_shot
+from fusedddp.bucket import Bucket
+from fusedddp.collectives import Collective
 from fusedddp.reducer import Phase
 from tests.expected import assert_gradients, both_views, mean_of_ranks
 from tests.models import batch
@@ -136,3 +141,76 @@ def check_exception_on_one_rank(rank: int) -> None:
 
 def test_an_exception_on_one_rank_hangs_nobody(two_ranks: Ranks) -> None:
     two_ranks.run(check_exception_on_one_rank)
+
+
+def check_failure_in_flight(rank: int) -> None:
+    """A buffer that a collective may still write to is not filled again."""
+    model = nn.Linear(4, 2)
+    wrapped = fusedddp.wrap(model)
+    wrapped(batch(0, rank, (3, 4))).sum().backward()
+    on_round = wrapped.reducer._on_round
+
+    def fail() -> Any:
+        raise RuntimeError("failed between launch and wait")
+
+    wrapped.reducer._on_round = fail
+    wrapped.zero_grad()
+    loss = wrapped(batch(1, rank, (3, 4))).sum()
+    if rank == 1:
+        time.sleep(0.5)  # the collective of rank 0 waits for this one
+    with pytest.raises(RuntimeError, match="between launch and wait"):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    wrapped.reducer._on_round = on_round
+    for step in range(2, 5):
+        wrapped.zero_grad()
+        want = mean_of_ranks(
+            model, lambda m, r, step=step: m(batch(step, r, (3, 4))).square().sum()
+        )
+        wrapped(batch(step, rank, (3, 4))).square().sum().backward()
+        assert_gradients(model, want)
+
+
+def test_a_failure_while_a_collective_is_in_flight(two_ranks: Ranks) -> None:
+    two_ranks.run(check_failure_in_flight)
+
+
+def check_failing_collective(rank: int, rounds_before: int, manual: bool) -> None:
+    """No gradient is left that might or might not be reduced."""
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
+    wrapped = model if manual else fusedddp.wrap(model, bucket_cap_mb=0.3)
+    for step in range(rounds_before):
+        wrapped(batch(step, rank, (3, 300))).sum().backward()
+    wrapped.zero_grad()
+    wait, calls = Bucket.wait, []
+
+    def fail_later(bucket: Bucket) -> None:
+        calls.append(bucket)
+        if len(calls) == 3:
+            raise RuntimeError("the network is down")
+        wait(bucket)
+
+    Bucket.wait = fail_later  # type: ignore[method-assign]
+    try:
+        with pytest.raises(RuntimeError, match="the network is down"):
+            wrapped(batch(9, rank, (3, 300))).sum().backward()
+            if manual:
+                one_shot.reduce_gradients(
+                    list(model.parameters()),
+                    Collective(dist.group.WORLD),
+                    bucket_cap_bytes=300_000,
+                )
+    finally:
+        Bucket.wait = wait  # type: ignore[method-assign]
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("rounds_before", "manual"),
+    [(0, False), (2, False), (0, True)],
+    ids=["first", "later", "manual"],
+)
+def test_a_failing_collective_leaves_no_gradient(
+    two_ranks: Ranks, rounds_before: int, manual: bool
+) -> None:
+    two_ranks.run(check_failing_collective, rounds_before, manual)

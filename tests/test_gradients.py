@@ -386,3 +386,66 @@ def check_replaced(rank: int) -> None:
 
 def test_replaced_parameters_are_told(two_ranks: Ranks) -> None:
     two_ranks.run(check_replaced)
+
+
+def check_tied_between_wrappers(rank: int, views: bool) -> None:
+    """One parameter in two wrapped modules is averaged by both, the second time without effect."""
+    torch.manual_seed(0)
+    first, second = mlp(), mlp()
+    second[0].weight = first[0].weight
+    modules = nn.ModuleList([first, second])
+    a = fusedddp.wrap(first, gradient_as_bucket_view=views)
+    b = fusedddp.wrap(second, gradient_as_bucket_view=views)
+    for step in range(5):
+        modules.zero_grad()
+
+        def loss(pair: Any, r: int, step: int = step) -> Tensor:
+            x = batch(step, r, (3, 20))
+            return pair[0](x).square().mean() + pair[1](x).square().mean()
+
+        want = mean_of_ranks(modules, loss)
+        loss([a, b], rank).backward()
+        assert_gradients(modules, want)
+
+
+@both_views
+def test_a_parameter_of_two_wrapped_modules(two_ranks: Ranks, views: bool) -> None:
+    two_ranks.run(check_tied_between_wrappers, views)
+
+
+def check_converted_and_unused(rank: int, views: bool) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 2), "spare": nn.Linear(4, 2)})
+    model.forward = lambda x, both: (  # type: ignore[method-assign,assignment]
+        model["used"](x) + model["spare"](x) if both else model["used"](x)
+    )
+    wrapped = fusedddp.wrap(model, find_unused_parameters=True, gradient_as_bucket_view=views)
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(batch(step, rank, (3, 4)), True).sum().backward()
+    model["spare"].double()
+    wrapped.zero_grad()
+    want = mean_of_ranks(model, lambda m, r: m["used"](batch(9, r, (3, 4))).square().sum())
+    wrapped(batch(9, rank, (3, 4)), False).square().sum().backward()
+    assert want["spare.weight"] is None
+    assert_gradients(model, want)
+
+
+@both_views
+def test_a_part_that_is_converted_and_then_unused(two_ranks: Ranks, views: bool) -> None:
+    two_ranks.run(check_converted_and_unused, views)
+
+
+def check_lost_hooks(rank: int, part: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    wrapped = fusedddp.wrap(model, find_unused_parameters=True)
+    wrapped(batch(0, rank, (3, 4))).sum().backward()
+    for param in model[1].parameters() if part else model.parameters():
+        torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone()))
+    wrapped.zero_grad()
+    with pytest.raises(RuntimeError, match=r"hook of fusedddp on [01]\.weight.*is gone"):
+        wrapped(batch(1, rank, (3, 4))).sum().backward()
+
+
+@pytest.mark.parametrize("part", [True, False], ids=["part", "all"])
+def test_swapped_parameters_that_lost_their_hooks_are_told(two_ranks: Ranks, part: bool) -> None:
+    two_ranks.run(check_lost_hooks, part)
