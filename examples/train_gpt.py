@@ -2,12 +2,11 @@
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --sync fused
 
-Complete and meant to be copied from: data without overlap between ranks, warm-up and cosine decay,
-gradient accumulation, clipping, mixed precision, held-out loss, checkpoints that resume exactly.
-`--sync` chooses what keeps the replicas in step: `torch` (DistributedDataParallel), `fused`
-(fusedddp.wrap), `manual` (fusedddp.all_reduce_gradients) or `none` (each rank for itself). On two
-ranks the first three give the same losses, bit for bit. Runs on CPUs with gloo and, with a GPU for
-each rank, on GPUs with NCCL.
+Meant to be copied from: data without overlap between ranks, warm-up and cosine decay, accumulation,
+clipping, mixed precision, held-out loss, checkpoints that resume exactly. `--sync` chooses what
+keeps replicas in step: `torch` (DistributedDataParallel), `fused` (fusedddp.wrap), `manual`
+(fusedddp.all_reduce_gradients) or `none`. On two ranks the first three give the same losses, bit
+for bit. Runs on CPUs with gloo and, with a GPU for each rank, on GPUs with NCCL.
 """
 
 from __future__ import annotations
@@ -75,12 +74,12 @@ class Trainer:
                 f"batch: expected a multiple of ranks ({ranks}) times accumulate "
                 f"({settings.accumulate}), found {settings.batch}. Change --batch or --accumulate."
             )
-        if not settings.batch <= len(text.train):
+        if settings.batch > len(text.train):
             raise ValueError(f"batch: expected at most {len(text.train)}, found {settings.batch}")
         self.settings, self.text, self.sync, self.device = settings, text, sync, device
         self.position = 0  # steps done
         torch.manual_seed(settings.seed)  # the same weights on every rank
-        names = {f.name for f in dataclasses.fields(GPTConfig)} - {"vocabulary"}
+        names = ("context", "layers", "heads", "width", "dropout")
         sizes = {name: getattr(settings, name) for name in names}
         self.module = GPT(GPTConfig(vocabulary=len(CHARACTERS), **sizes)).to(device)
         torch.manual_seed(settings.seed + 1 + dist.get_rank())  # other dropout on every rank
@@ -175,8 +174,8 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same when a training is resumed."""
-        about = {"ranks": dist.get_world_size(), "text": self.text.fingerprint}
-        return {**dataclasses.asdict(self.settings), **about}
+        about = dataclasses.asdict(self.settings)
+        return {**about, "ranks": dist.get_world_size(), "text": self.text.fingerprint}
 
     def save(self, path: Path) -> None:
         """Writes everything that later losses depend on. Collective."""
@@ -233,10 +232,8 @@ def train(trainer: Trainer, path: Path | None = None, every: int = 50) -> list[f
     losses: list[float] = []
     hidden = None if dist.get_rank() == 0 else True  # None: shown only on a terminal
     tokens = settings.batch * settings.context
-    first = trainer.position
-    with tqdm.tqdm(
-        total=settings.steps, initial=first, desc=trainer.sync, unit="step", disable=hidden
-    ) as bar:
+    with tqdm.tqdm(total=settings.steps, initial=trainer.position, disable=hidden) as bar:
+        bar.set_description(trainer.sync)
         while trainer.position < settings.steps:
             loss, ms, share = trainer.step()
             losses.append(loss)
@@ -260,9 +257,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--history", type=Path, help="write the losses of all ranks as JSON")
     for field in dataclasses.fields(Settings):
         choices = ("fp32", "bf16") if field.name == "dtype" else None
-        kind = type(field.default)
-        name = "--" + field.name.replace("_", "-")
-        parser.add_argument(name, type=kind, default=field.default, choices=choices)
+        settings = {"type": type(field.default), "default": field.default, "choices": choices}
+        parser.add_argument("--" + field.name.replace("_", "-"), **settings)
     args = parser.parse_args()
     for name in ("steps", "batch", "accumulate", "warmup", "every", "context", "layers", "heads"):
         if getattr(args, name) < 1:

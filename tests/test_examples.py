@@ -62,7 +62,8 @@ def test_digits_under_torchrun() -> None:
 def test_step_benchmark(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     shown = torchrun(
-        "benchmarks/bench_step.py", "--models", "small", "--turns", "2", "--burst", "2",
+        "benchmarks/bench_step.py", "--models", "small",
+        "--sessions", "1", "--turns", "2", "--burst", "2",
         "--variants", "ddp views", "fusedddp", "--csv", str(file),
     )  # fmt: skip
     rows = {row["variant"]: row for row in csv.DictReader(file.open())}
