@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fusedddp_kernels.launch import DEFAULT_TREE, StatsTree
+from fusedddp_kernels.ops import GradStats
 from fusedddp_kernels.slots import Slots, as_real
 
 _CPU = torch.device("cpu")
@@ -84,6 +86,8 @@ def unflatten(
     slots: Slots,
     destinations: Sequence[Tensor | None],
     scale: Tensor | None = None,
+    *,
+    accumulate: bool = False,
 ) -> None:
     """Copies slots out to tensors, multiplied by `scale` and cast to each tensor's dtype.
 
@@ -91,8 +95,11 @@ def unflatten(
         slots: where from.
         destinations: one tensor per slot, of the slot's size; any strides without overlap, any
             floating or complex dtype, no conj or negative bit. None is skipped, and so is a tensor
-            that is its own slot when there is no scale.
+            that is its own slot when there is no scale and nothing is added.
         scale: as for `flatten`.
+        accumulate: adds to the destinations instead of overwriting them. The product is rounded as
+            in `flatten`, the sum is made in fp64 if either operand is fp64 and in fp32 otherwise,
+            and rounded once.
 
     Raises:
         ValueError: the number of destinations does not match.
@@ -103,7 +110,10 @@ def unflatten(
             f"{len(slots.views)} slots"
         )
     pairs = [(d, view) for d, view in zip(destinations, slots.views, strict=True) if d is not None]
-    if scale is None:
+    if accumulate:
+        for destination, view in pairs:
+            _scaled_add(as_real(destination), view, scale)
+    elif scale is None:
         pairs = [(as_real(d), view) for d, view in pairs if d.data_ptr() != view.data_ptr()]
         if pairs:
             torch._foreach_copy_([d for d, _ in pairs], [view for _, view in pairs])
@@ -122,6 +132,79 @@ def scale_(tensor: Tensor, scale: Tensor) -> None:
     """
     real = as_real(tensor)
     _scaled_copy(real, real, scale)
+
+
+def grad_stats(
+    slots: Slots, *, per_tensor: bool = False, tree: StatsTree = DEFAULT_TREE
+) -> GradStats:
+    """Sum of squares and number of non-finite values in the slots of a buffer; padding is left out.
+
+    Sums are made in the `compute_dtype` of the buffer, in the order that `StatsTree` tells.
+
+    Args:
+        slots: what to read.
+        per_tensor: one result per slot instead of one for all.
+        tree: the order.
+
+    Returns:
+        Tensors on the device of `slots`, 0-dim or with one element per slot. They are made without
+        the host reading anything.
+    """
+    device = slots.flat.device
+    sums: list[Tensor] = []
+    counts: list[Tensor] = []
+    for offset, end in zip(slots.offsets, slots.ends, strict=True):
+        tiles, count = _tile_sums(slots.flat[offset:end], tree)
+        sums.append(tiles)
+        counts.append(count)
+    compute = compute_dtype(slots.flat.dtype)
+    if per_tensor:
+        totals = [_add_rows(tiles, tree.combine_width) for tiles in sums]
+        return GradStats(
+            torch.cat([torch.empty(0, dtype=compute, device=device), *totals]),
+            torch.stack(counts) if counts else torch.empty(0, dtype=torch.int64, device=device),
+        )
+    everything = torch.cat([torch.empty(0, dtype=compute, device=device), *sums])
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    return GradStats(
+        _add_rows(everything, tree.combine_width)[0], torch.stack([zero, *counts]).sum()
+    )
+
+
+def _tile_sums(values: Tensor, tree: StatsTree) -> tuple[Tensor, Tensor]:
+    """First stage: one sum per tile of `values` (1-D), and the number of non-finite ones."""
+    count = values.numel() - values.isfinite().sum()
+    values = values.to(compute_dtype(values.dtype))
+    values = torch.nn.functional.pad(values, (0, -values.numel() % tree.block_size))
+    rows = values.view(-1, tree.block_size // tree.width, tree.width)
+    sums = torch.zeros_like(rows[:, 0])
+    for row in rows.unbind(1):
+        sums = sums + row * row
+    return _add_pairs(sums), count
+
+
+def _add_rows(values: Tensor, width: int) -> Tensor:
+    """Second stage: [n] -> [1], rows of `width` one after another, then pairs."""
+    values = torch.nn.functional.pad(values, (0, -values.numel() % width))
+    sums = values.new_zeros(width)
+    for row in values.view(-1, width):
+        sums = sums + row
+    return _add_pairs(sums)
+
+
+def _add_pairs(values: Tensor) -> Tensor:
+    """[..., n] -> [...] or, from [n], [1]: neighbours are added until one is left."""
+    is_flat = values.dim() == 1
+    while values.size(-1) > 1:
+        values = values[..., 0::2] + values[..., 1::2]
+    return values if is_flat else values.squeeze(-1)
+
+
+def _scaled_add(destination: Tensor, source: Tensor, scale: Tensor | None) -> None:
+    value = source.to(compute_dtype(source.dtype))
+    if scale is not None:
+        value = value * scale.to(value.dtype)
+    destination.copy_(destination.to(compute_dtype(destination.dtype)) + value)
 
 
 def _scaled_copy(destination: Tensor, source: Tensor, scale: Tensor) -> None:
