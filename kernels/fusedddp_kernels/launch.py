@@ -31,9 +31,9 @@ def _is_power_of_two(value: int) -> bool:
 class LaunchConfig:
     """Tile size and warps of the kernels that copy.
 
-    The defaults give each of 256 threads 16 elements: four independent 16-byte loads of fp32 in
-    flight, which fills the memory system of an H100 class GPU at the occupancy that the registers
-    leave. There is no search at run time: it would happen inside of a graph capture.
+    The defaults give each of 256 threads (512 on AMD) 16 (8) elements: several independent 16-byte
+    loads in flight. Not yet tuned on hardware. There is no search at run time: it would happen
+    inside of a graph capture.
 
     Attributes:
         block_size: elements of one tile, which one program copies; a power of two from 16 on.
@@ -67,16 +67,17 @@ class StatsTree:
         block_size: elements of a tile; a multiple of `width`.
         width: 2,048 gives each of 256 threads 8 neighbours, one 16-byte load of a half dtype.
         combine_width: sums that the second stage adds at once.
-        num_warps: warps of a program; does not touch the result.
+        num_threads: of a program; does not touch the result. (Not warps: theirs are twice as large
+            on AMD, and too few elements would be left for each thread to read them 16 bytes wide.)
     """
 
     block_size: int = 4096
     width: int = 2048
     combine_width: int = 1024
-    num_warps: int = 8
+    num_threads: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "width", "combine_width", "num_warps"):
+        for name in ("block_size", "width", "combine_width", "num_threads"):
             if not _is_power_of_two(getattr(self, name)):
                 raise ValueError(f"expected a power of two as {name}, found {getattr(self, name)}")
         if self.width > self.block_size:

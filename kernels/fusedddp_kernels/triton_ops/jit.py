@@ -107,13 +107,17 @@ def copy_tile(
         value = tl.load(src_ptrs, mask=mask)
         value = scaled(value, scale, dst_ptrs, mask, IS_ACCUMULATING)
         tl.store(dst_ptrs, value, mask=mask)
-    if wide < room:
-        mask = (lanes >= wide) & (lanes < count)
-        value = tl.load(src_ptr + lanes, mask=mask, other=0.0)
-        value = scaled(value, scale, dst_ptr + lanes, mask, IS_ACCUMULATING)
+    # A loop, because it is mostly a few elements, and unrolled it makes most of the kernel's code.
+    step: tl.constexpr = BLOCK_SIZE // 4
+    lanes = tl.arange(0, step)
+    for begin in range(wide // step * step, room, step):
+        at = begin + lanes
+        mask = (at >= wide) & (at < count)
+        value = tl.load(src_ptr + at, mask=mask, other=0.0)
+        value = scaled(value, scale, dst_ptr + at, mask, IS_ACCUMULATING)
         # Not 0 * scale: the scale may be inf or NaN.
-        value = tl.where(lanes < count, value, 0.0).to(value.dtype)
-        tl.store(dst_ptr + lanes, value, mask=(lanes >= wide) & (lanes < room))
+        value = tl.where(at < count, value, 0.0).to(value.dtype)
+        tl.store(dst_ptr + at, value, mask=(at >= wide) & (at < room))
 
 
 @triton.jit

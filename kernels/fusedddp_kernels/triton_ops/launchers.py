@@ -178,7 +178,7 @@ class TritonOps:
             self.tree.block_size,
             self.tree.width,
             self.tree.combine_width,
-            self.tree.num_warps,
+            self.tree.num_threads,
         )
         return GradStats(sums, counts) if per_tensor else GradStats(sums[0], counts[0])
 

@@ -8,6 +8,7 @@ each argument costs host time at each launch. `launchers.py` checks and calls; n
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ _library.define(
 _library.define("scale_(Tensor(a!) data, Tensor scale, int block_size, int num_warps) -> ()")
 _library.define(
     "grad_stats(Tensor flat, Tensor layout, Tensor bounds, int num_entries, int num_tiles, "
-    "int block_size, int width, int combine_width, int num_warps) -> (Tensor, Tensor)"
+    "int block_size, int width, int combine_width, int num_threads) -> (Tensor, Tensor)"
 )
 
 # Kernels compiled for a device. Triton's own look-up costs as much again as the launch.
@@ -89,9 +90,10 @@ def _grad_stats(
     block_size: int,
     width: int,
     combine_width: int,
-    num_warps: int,
+    num_threads: int,
 ) -> tuple[Tensor, Tensor]:
     total, num_bad = _empty_stats(flat, bounds)
+    num_warps = num_threads // _warp_size(flat.device)
     sums = torch.empty(num_tiles, dtype=total.dtype, device=flat.device)
     bad = torch.empty(num_tiles, dtype=torch.int32, device=flat.device)
     arguments: tuple[Any, ...] = (flat, layout, num_entries, sums, bad, width, block_size)
@@ -136,6 +138,13 @@ def is_interpreted() -> bool:
 
 def _scale_arguments(scale: Tensor | None) -> tuple[int, int]:
     return (0, ABSENT) if scale is None else (scale.data_ptr(), DTYPE_CODES[scale.dtype])
+
+
+@functools.cache
+def _warp_size(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 32
+    return int(torch.cuda.get_device_properties(device).warp_size)
 
 
 def _launch(
