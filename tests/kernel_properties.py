@@ -9,7 +9,7 @@ import torch
 
 from fusedddp_kernels import Slots, reference, testing
 from fusedddp_kernels.launch import LaunchConfig, StatsTree
-from fusedddp_kernels.testing import Case, TensorCase, cases, run_property
+from fusedddp_kernels.testing import cases, run_property
 from fusedddp_kernels.triton_ops import TritonOps
 from fusedddp_kernels.triton_ops.operators import is_interpreted
 from tests.kernel_interpreter import faithful_interpreter
@@ -70,22 +70,13 @@ def test_grad_stats(buffer: torch.dtype) -> None:
     )
 
 
-SIZES = (0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 127)
-
-
 @pytest.mark.parametrize("buffer", testing.REAL, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(
     "check", [testing.check_flatten, testing.check_unflatten, testing.check_accumulate]
 )
-def test_every_dtype_and_size_in_one_launch(check, buffer: torch.dtype) -> None:
-    """All pairs of dtypes, at aligned and other addresses, with every special value."""
-    tensors = tuple(
-        TensorCase((size,), dtype, shift, seed=seed, values=testing.SPECIAL)
-        for seed, size in enumerate(SIZES)
-        for dtype in testing.REAL
-        for shift in (0, 1)
-    )
-    check(OPS, Case(tensors, buffer, 1 / 3), CPU)
+def test_corner_cases(check, buffer: torch.dtype) -> None:
+    for case in testing.corner_cases(buffer, block_size=BLOCK):
+        check(OPS, case, CPU)
 
 
 @pytest.mark.parametrize("buffer", testing.REAL, ids=lambda d: str(d)[6:])

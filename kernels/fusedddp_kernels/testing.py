@@ -16,9 +16,9 @@ written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -62,6 +62,10 @@ class _Short:
             if getattr(self, field.name) != field.default
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """For hypothesis, which would show every field of a dataclass."""
+        printer.text(repr(self))
 
 
 @dataclass(frozen=True, repr=False)
@@ -187,6 +191,28 @@ def cases(
     return build()
 
 
+def corner_cases(buffer: torch.dtype, *, block_size: int = 4096) -> Iterator[Case]:
+    """What random examples may miss: every scale, and every dtype with every awkward size."""
+    for seed, scale in enumerate(SCALES):
+        tensors = (
+            TensorCase((block_size + 1,), REAL[seed % 4], seed=seed, values=SPECIAL),
+            TensorCase((7,), REAL[(seed + 1) % 4], seed=seed, is_absent=True),
+            TensorCase((7,), buffer, seed=seed, is_alias=True),
+        )
+        yield Case(tensors, buffer, scale)
+    sizes = (0, 1, 7, block_size - 1, block_size, block_size + 1, 3 * block_size, 127)
+    yield Case(
+        tuple(
+            TensorCase((size,), dtype, shift, seed=seed, values=SPECIAL)
+            for seed, size in enumerate(sizes)
+            for dtype in REAL
+            for shift in (0, 1)
+        ),
+        buffer,
+        1 / 3,
+    )
+
+
 class _Built(NamedTuple):
     """The tensors of a case on one device, with every storage that may be looked at."""
 
@@ -235,6 +261,11 @@ def check_ops(
     run(check_round_trip)
     run(check_scale, has_bits=False)
     run(check_grad_stats)
+    for buffer in REAL:
+        for case in corner_cases(buffer, block_size=block_size):
+            if all(tensor.dtype in dtypes for tensor in case.tensors):
+                for check in (check_flatten, check_unflatten, check_accumulate):
+                    check(ops, case, torch.device(device))
 
 
 def run_property(
