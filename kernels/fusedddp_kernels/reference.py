@@ -24,6 +24,7 @@ from fusedddp_kernels.slots import Slots, as_real
 _CPU = torch.device("cpu")
 _WIDE = frozenset({torch.float32, torch.float64})
 _HALF = frozenset({torch.bfloat16, torch.float16})
+_SLOTS_AT_ONCE = 256  # bounds the memory that grad_stats takes beside the buffer
 
 
 def compute_dtype(source: torch.dtype) -> torch.dtype:
@@ -150,54 +151,67 @@ def grad_stats(
         Tensors on the device of `slots`, 0-dim or with one element per slot. They are made without
         the host reading anything.
     """
-    device = slots.flat.device
-    sums: list[Tensor] = []
-    counts: list[Tensor] = []
-    for offset, end in zip(slots.offsets, slots.ends, strict=True):
-        tiles, count = _tile_sums(slots.flat[offset:end], tree)
-        sums.append(tiles)
-        counts.append(count)
     compute = compute_dtype(slots.flat.dtype)
+    device = slots.flat.device
+    tiles: list[list[Tensor]] = []  # sums of the tiles of each slot
+    counts = [torch.zeros(0, dtype=torch.int64, device=device)]
+    for begin in range(0, len(slots.views), _SLOTS_AT_ONCE):
+        stop = begin + _SLOTS_AT_ONCE
+        group = [
+            slots.flat[offset:end]
+            for offset, end in zip(slots.offsets[begin:stop], slots.ends[begin:stop], strict=True)
+        ]
+        # What is left over of each slot after whole tiles, all in one go: slots are often small.
+        tails = slots.flat.new_zeros(len(group), tree.block_size)
+        count = torch.zeros(len(group), dtype=torch.int64, device=device)
+        for index, values in enumerate(group):
+            whole = values.numel() // tree.block_size * tree.block_size
+            tails[index, : values.numel() - whole] = values[whole:]
+            tiles.append([])
+            if whole:
+                tiles[-1].append(_tile_sums(values[:whole].view(-1, tree.block_size), tree.width))
+                count[index] = whole - values[:whole].isfinite().sum()
+        count += tree.block_size - tails.isfinite().sum(1)
+        counts.append(count)
+        for index, total in enumerate(torch.split(_tile_sums(tails, tree.width), 1)):
+            if group[index].numel() % tree.block_size:
+                tiles[begin + index].append(total)
+    none = torch.zeros(0, dtype=compute, device=device)
     if per_tensor:
-        totals = [_add_rows(tiles, tree.combine_width) for tiles in sums]
-        return GradStats(
-            torch.cat([torch.empty(0, dtype=compute, device=device), *totals]),
-            torch.stack(counts) if counts else torch.empty(0, dtype=torch.int64, device=device),
-        )
-    everything = torch.cat([torch.empty(0, dtype=compute, device=device), *sums])
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    return GradStats(
-        _add_rows(everything, tree.combine_width)[0], torch.stack([zero, *counts]).sum()
-    )
+        totals = [
+            each[0] if len(each) == each[0].numel() == 1 else _add_rows(each, tree.combine_width)
+            for each in ([none] if not each else each for each in tiles)
+        ]
+        return GradStats(torch.cat([none, *totals]), torch.cat(counts))
+    everything = [each for pieces in tiles for each in pieces]
+    total = _add_rows([none, *everything], tree.combine_width)
+    return GradStats(total[0], torch.cat(counts).sum())
 
 
-def _tile_sums(values: Tensor, tree: StatsTree) -> tuple[Tensor, Tensor]:
-    """First stage: one sum per tile of `values` (1-D), and the number of non-finite ones."""
-    count = values.numel() - values.isfinite().sum()
-    values = values.to(compute_dtype(values.dtype))
-    values = torch.nn.functional.pad(values, (0, -values.numel() % tree.block_size))
-    rows = values.view(-1, tree.block_size // tree.width, tree.width)
+def _tile_sums(tiles: Tensor, width: int) -> Tensor:
+    """First stage: [num_tiles, block_size] -> [num_tiles]."""
+    rows = tiles.to(compute_dtype(tiles.dtype)).view(len(tiles), -1, width)
     sums = torch.zeros_like(rows[:, 0])
     for row in rows.unbind(1):
         sums = sums + row * row
-    return _add_pairs(sums), count
+    return _add_pairs(sums)
 
 
-def _add_rows(values: Tensor, width: int) -> Tensor:
-    """Second stage: [n] -> [1], rows of `width` one after another, then pairs."""
+def _add_rows(pieces: Sequence[Tensor], width: int) -> Tensor:
+    """Second stage: all of `pieces` -> [1]; rows of `width` one after another, then pairs."""
+    values = torch.cat(list(pieces))
     values = torch.nn.functional.pad(values, (0, -values.numel() % width))
     sums = values.new_zeros(width)
     for row in values.view(-1, width):
         sums = sums + row
-    return _add_pairs(sums)
+    return _add_pairs(sums.view(1, width))
 
 
 def _add_pairs(values: Tensor) -> Tensor:
-    """[..., n] -> [...] or, from [n], [1]: neighbours are added until one is left."""
-    is_flat = values.dim() == 1
-    while values.size(-1) > 1:
-        values = values[..., 0::2] + values[..., 1::2]
-    return values if is_flat else values.squeeze(-1)
+    """[n, width] -> [n]: neighbours are added until one is left."""
+    while values.size(1) > 1:
+        values = values[:, 0::2] + values[:, 1::2]
+    return values[:, 0]
 
 
 def _scaled_add(destination: Tensor, source: Tensor, scale: Tensor | None) -> None:
