@@ -27,6 +27,8 @@ def faithful_interpreter() -> Iterator[None]:
     """
     convert, patch = interpreter._convert_float, interpreter._patch_lang
     scope = patch(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    # triton 3.6 asks NumPy for the integer of an array of one element, which 2.4 refuses.
+    tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
     interpreter._convert_float = _through_torch(convert)
     interpreter._patch_lang = lambda function: types.SimpleNamespace(restore=lambda: None)
     try:
