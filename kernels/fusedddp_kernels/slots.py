@@ -8,7 +8,7 @@ slots lies padding, which every whole `flatten` leaves at zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,9 +33,10 @@ class Slots:
         views: one real view of `flat` per slot.
         ends: one past the last real element of each slot.
         padding: views of everything in `flat` that is in no slot; empty stretches left out.
+        tables: what implementations of the ops keep for this buffer, each under a key of its own.
     """
 
-    __slots__ = ("ends", "flat", "offsets", "padding", "views")
+    __slots__ = ("ends", "flat", "offsets", "padding", "tables", "views")
 
     def __init__(self, flat: Tensor, offsets: Sequence[int], like: Sequence[Tensor]) -> None:
         if flat.dim() != 1 or not flat.is_contiguous() or not flat.dtype.is_floating_point:
@@ -68,6 +69,7 @@ class Slots:
         if covered < flat.numel():
             self.padding.append(flat[covered:])
         self.ends = tuple(ends)
+        self.tables: dict[Hashable, object] = {}
 
 
 def is_dense(tensor: Tensor) -> bool:
