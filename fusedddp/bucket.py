@@ -13,14 +13,7 @@ from torch.nn import Parameter
 
 from fusedddp.collectives import Collective
 from fusedddp.layout import BucketLayout
-from fusedddp_kernels import (
-    Slots,
-    compute_dtype,
-    flatten,
-    is_dense,
-    scale_,
-    unflatten,
-)
+from fusedddp_kernels import Ops, Slots, compute_dtype, is_dense, ops_for
 
 # What a gradient has to have in common with its slot, and a fast way to ask for it.
 _Kind: TypeAlias = tuple[torch.dtype, torch.Size, torch.layout]
@@ -97,6 +90,7 @@ class Bucket:
         params: the parameters of the bucket, in slot order.
         collective: what reduces the buffer.
         as_view: `.grad` becomes an alias of its slot instead of a tensor of its own.
+        ops: what copies gradients; None for what suits the device.
 
     Attributes:
         chunks: the pieces in which it is filled.
@@ -117,11 +111,13 @@ class Bucket:
         collective: Collective,
         *,
         as_view: bool,
+        ops: Ops | None = None,
     ) -> None:
         self.layout = layout
         self.params = list(params)
         self.device = params[0].device
         self.chunks = [Chunk(start, self.params[start:stop]) for start, stop in layout.chunks]
+        self._ops = ops or ops_for(self.device)
         self._collective = collective
         self._as_view = as_view and all(
             (p.dtype.to_real() if p.is_complex() else p.dtype) == layout.dtype for p in params
@@ -183,7 +179,7 @@ class Bucket:
         if gradients is None:
             gradients = chunk.gradients()
         slots = self._slots if self._has_memory else None
-        flatten(gradients, slots or self._memory(), self._scale, chunk.start)
+        self._ops.flatten(gradients, slots or self._memory(), self._scale, chunk.start)
         for param in chunk.params:
             param.grad = None
         if not self._as_view:
@@ -209,7 +205,7 @@ class Bucket:
             reduction = self._collective.reduction(self.layout.dtype, self.device, in_place=True)
             scale = self._collective.scale(reduction, self.device)
             if scale is not None:
-                scale_(self._in_place, scale)
+                self._ops.scale_(self._in_place, scale)
             with torch.no_grad():
                 flat = self._in_place.as_strided((self.layout.numel,), (1,))
         else:
@@ -272,7 +268,7 @@ class Bucket:
             return
         if not self._as_view:
             slots = range(len(self.params))
-            unflatten(
+            self._ops.unflatten(
                 self._memory(),
                 [None if restore and i in restore else self.params[i].grad for i in slots],
             )

@@ -54,6 +54,19 @@ def check_flags(**flags: Any) -> None:
             )
 
 
+def require_ops(ops: object) -> None:
+    missing = [
+        name
+        for name in ("flatten", "unflatten", "scale_", "grad_stats")
+        if ops is not None and not callable(getattr(ops, name, None))
+    ]
+    if missing:
+        raise TypeError(
+            "ops: expected an object with the functions of fusedddp_kernels.Ops, found "
+            f"{type(ops).__name__} without {', '.join(missing)}"
+        )
+
+
 def check_module(module: Module) -> None:
     if not isinstance(module, Module):
         raise TypeError(f"module: expected a torch.nn.Module, found {type(module).__name__}")

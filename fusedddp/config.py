@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from fusedddp_kernels import Ops
 
 MIB = 1024 * 1024
 # torch DDP's defaults (torch.nn.parallel.distributed: 25 MiB; torch.distributed's
@@ -23,6 +25,7 @@ class Options:
         find_unused_parameters: parameters without a gradient are no error.
         static_graph: the user promises that the graph never changes.
         gradient_as_bucket_view: `.grad` aliases the bucket after the reduction.
+        ops: what copies gradients to and from buckets; None for our own.
     """
 
     bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_MB * MIB
@@ -30,10 +33,21 @@ class Options:
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
+    ops: Ops | None = None
 
     @property
     def allows_unused(self) -> bool:
         return self.find_unused_parameters or self.static_graph
+
+
+def describe_options(options: Options) -> list[str]:
+    """One line per option, the same on ranks whose options mean the same."""
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    ops = values.pop("ops")
+    return [
+        *(f"{name}={value}" for name, value in values.items()),
+        f"ops={None if ops is None else type(ops).__qualname__}",
+    ]
 
 
 def bucket_caps(bucket_cap_mb: float | None) -> tuple[int, int]:

@@ -24,11 +24,13 @@ from fusedddp.checks import (
     choose_group,
     device_index,
     refuse_what_is_missing,
+    require_ops,
 )
-from fusedddp.config import MIB, Options, bucket_caps
+from fusedddp.config import MIB, Options, bucket_caps, describe_options
 from fusedddp.process_group import require_group
 from fusedddp.reducer import Reducer
 from fusedddp.replicas import broadcast, describe, fail_together, start_broadcast, verify_same
+from fusedddp_kernels import Ops
 
 _T = TypeVar("_T")
 
@@ -37,7 +39,7 @@ def wrap(module: Module, **ddp_keywords: Any) -> FusedDDP:
     """Wraps `module` so that its gradients are averaged over all ranks during backward.
 
     Takes the keywords of ``torch.nn.parallel.DistributedDataParallel``, with one other default:
-    ``gradient_as_bucket_view`` is True. See `FusedDDP` for each of them.
+    ``gradient_as_bucket_view`` is True; and beyond them `ops`. See `FusedDDP` for each.
 
     Example::
 
@@ -91,6 +93,8 @@ class FusedDDP(DistributedDataParallel):
         forward_sync_buffers: rank 0's buffers are given to all ranks (default True): before each
             forward in training mode, which all ranks must be in together, and at the end of each
             backward, so that evaluation on any rank finds them in step without talking to others.
+        ops: your own kernels (`fusedddp_kernels.Ops`); None (default) for Triton on GPUs and plain
+            torch on CPU. Beyond DDP's keywords. `fusedddp_kernels.testing.check_ops` tests them.
 
     Raises:
         ValueError, TypeError: a keyword value that means nothing; no process group.
@@ -123,6 +127,8 @@ class FusedDDP(DistributedDataParallel):
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        ops: Ops | None = None,
     ) -> None:
         # The base class would build the C++ reducer; only its name and its pure methods are used.
         Module.__init__(self)
@@ -147,6 +153,7 @@ class FusedDDP(DistributedDataParallel):
                 batched_grad_copy=batched_grad_copy,
                 forward_sync_buffers=forward_sync_buffers,
             )
+            require_ops(ops)
             cap, first_cap = bucket_caps(bucket_cap_mb)
             options = Options(
                 bucket_cap_bytes=cap,
@@ -154,6 +161,7 @@ class FusedDDP(DistributedDataParallel):
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
                 gradient_as_bucket_view=gradient_as_bucket_view,
+                ops=ops,
             )
             check_module(module)
             self._set_ddp_attributes(module, options, dim)
@@ -176,10 +184,9 @@ class FusedDDP(DistributedDataParallel):
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         init_sync_buffers = self._set_buffer_flags(broadcast_buffers, forward_sync_buffers)
         if init_sync:
-            keywords = {**dataclasses.asdict(options), "sync_buffers": self.forward_sync_buffers}
-            verify_same(
-                self.process_group, [f"{k}={v}" for k, v in keywords.items()], "keywords of wrap"
-            )
+            keywords = describe_options(options)
+            keywords.append(f"sync_buffers={self.forward_sync_buffers}")
+            verify_same(self.process_group, keywords, "keywords of wrap")
             verify_same(
                 self.process_group,
                 [describe(n, p) for n, p in self._named_replicas()],

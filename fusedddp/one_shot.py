@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from fusedddp.bucket import Bucket
 from fusedddp.collectives import OPS, Collective, same_on_all_ranks, wire_dtype
 from fusedddp.layout import Layout, ParamSpec, build_layout, specs_checksum
+from fusedddp_kernels import Ops
 
 # One bucket is on the wire while the next is filled and the last one emptied; more would only
 # hold memory.
@@ -27,6 +28,7 @@ def reduce_gradients(
     as_view: bool = False,
     present: Sequence[int] | None = None,
     reduce_dtype: torch.dtype | None = None,
+    ops: Ops | None = None,
     on_mismatch: Callable[[], None] = lambda: None,
 ) -> list[int]:
     """Reduces the `.grad` of `params` over all ranks. Collective.
@@ -41,6 +43,7 @@ def reduce_gradients(
         as_view: `.grad` becomes an alias of a bucket; else it is written in place where possible.
         present: for each parameter, whether it counts as having a gradient; None: whether it has.
         reduce_dtype: real dtype on the wire; None for that of each gradient.
+        ops: what copies gradients; None for what suits their device.
         on_mismatch: called on all ranks when they pass different parameters; may say which.
 
     Returns:
@@ -83,7 +86,7 @@ def reduce_gradients(
     try:
         for bucket_layout in layout.buckets:
             members = [params[i] for i in bucket_layout.params]
-            bucket = Bucket(bucket_layout, members, collective, as_view=as_view)
+            bucket = Bucket(bucket_layout, members, collective, as_view=as_view, ops=ops)
             in_flight.append(bucket)
             bucket.launch()
             bucket.hand_out()

@@ -447,6 +447,7 @@ class Reducer:
             bucket_cap_bytes=max(largest, _FIRST_ROUND_BYTES),
             as_view=self.options.gradient_as_bucket_view,
             present=self._fired,
+            ops=self.options.ops,
         )
         finish_buffers()
         self._note_lacking(lacking)
@@ -493,6 +494,7 @@ class Reducer:
                 [self.params[i] for i in layout.params],
                 self.collective,
                 as_view=self.options.gradient_as_bucket_view,
+                ops=self.options.ops,
             )
             for layout in self.layout.buckets
         ]
@@ -612,7 +614,12 @@ class Reducer:
         reduced = [param.grad for param in params]
         for param, index in zip(params, indices, strict=True):
             param.grad = late.get(index)
-        reduce_gradients(params, self.collective, bucket_cap_bytes=self.options.bucket_cap_bytes)
+        reduce_gradients(
+            params,
+            self.collective,
+            bucket_cap_bytes=self.options.bucket_cap_bytes,
+            ops=self.options.ops,
+        )
         with torch.no_grad():
             for param, gradient in zip(params, reduced, strict=True):
                 contribution = param.grad

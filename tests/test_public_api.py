@@ -39,6 +39,7 @@ def test_options() -> None:
         "find_unused_parameters",
         "static_graph",
         "gradient_as_bucket_view",
+        "ops",
     ]
 
 
