@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedddp_kernels import Slots, reference, testing
 from fusedddp_kernels.launch import LaunchConfig, StatsTree
@@ -100,3 +102,45 @@ def test_grad_stats_has_the_bits_of_the_reference(buffer: torch.dtype) -> None:
     counts = OPS.grad_stats(slots, per_tensor=True).num_nonfinite
     assert counts.tolist() == [0, 0, 0, 2, 0]
     assert OPS.grad_stats(slots).num_nonfinite.item() == 2
+
+
+def test_dispatch_modes_see_operators() -> None:
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    slots = Slots(torch.zeros(32), [0], [torch.zeros(7)])
+    scale = torch.tensor(0.5, dtype=torch.float64)
+    source = torch.ones(7)
+    OPS.grad_stats(slots)  # makes its table
+    with Recorder():
+        OPS.flatten([source], slots, scale)
+        OPS.unflatten(slots, [source], scale)
+        OPS.scale_(source, scale)
+        OPS.grad_stats(slots)
+    ours = [name for name in seen if name.startswith("fusedddp.")]
+    names = ("flatten", "unflatten", "scale_", "grad_stats")
+    assert ours == [f"fusedddp.{name}.default" for name in names]
+    assert source.tolist() == [0.125] * 7
+
+
+def test_autograd_notices_what_kernels_write() -> None:
+    slots = Slots(torch.zeros(32), [0], [torch.zeros(7)])
+    for write, tensor in (
+        (lambda t: OPS.flatten([torch.ones(7)], slots), slots.flat),
+        (lambda t: OPS.unflatten(slots, [t]), torch.zeros(7)),
+        (lambda t: OPS.scale_(t, torch.tensor(0.5, dtype=torch.float64)), torch.zeros(7)),
+    ):
+        version = tensor._version
+        write(tensor)
+        assert tensor._version > version
+
+
+def test_operators_have_shapes_without_data() -> None:
+    with FakeTensorMode():
+        flat, layout = torch.empty(32), torch.empty(4, dtype=torch.int64)
+        bounds = torch.empty(3, dtype=torch.int64)
+        sums, counts = torch.ops.fusedddp.grad_stats(flat, layout, bounds, 1, 1, 64, 16, 4, 32)
+    assert (sums.shape, sums.dtype, counts.dtype) == ((2,), torch.float32, torch.int64)

@@ -101,3 +101,19 @@ def test_an_unknown_gpu_is_refused() -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "expected a name such as sm_90 or gfx942, found 'volta'" in err
+
+
+@pytest.mark.slow
+def test_what_is_launched_is_what_is_reported() -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    launches = Path(__file__).with_name("kernel_launches.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", launches],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout, done.stdout
