@@ -57,6 +57,12 @@ def launches(monkeypatch) -> list:
     return Recorder.launches
 
 
+def _instructions(ptx: str) -> str:
+    """Without debugging information: Triton's cache knows source text by content, not by path."""
+    code = ptx.split("\t.section")[0].splitlines()
+    return "\n".join(line for line in code if not line.lstrip().startswith((".loc", ".file", "//")))
+
+
 def test_one_launch_per_op_of_the_kernels_in_the_report(launches) -> None:
     slots = Slots(torch.zeros(5000), [0, 16], [torch.zeros(7), torch.zeros(4900)])
     scale = torch.tensor(0.5, dtype=torch.float64)
@@ -76,12 +82,12 @@ def test_one_launch_per_op_of_the_kernels_in_the_report(launches) -> None:
     # 7 elements are one tile, 4,900 two; per tensor the second stage is one program each.
     assert [grid for _, grid, _ in launches] == [(n, 1, 1) for n in (3, 3, 3, 3, 2, 3, 1, 3, 2)]
     reported = {
-        spec.compile(TARGET).asm["ptx"]
+        _instructions(spec.compile(TARGET).asm["ptx"])
         for spec in report.specialisations()
         if next(iter(spec.dtypes.values())) == "fp32"
     }
     for compiled, _, arguments in launches:
-        assert compiled.asm["ptx"] in reported, compiled.name
+        assert _instructions(compiled.asm["ptx"]) in reported, compiled.name
         # Triton passes on every argument of the function, constants too.
         assert len(arguments) == len(compiled.src.fn.arg_names)
     flat, addresses, layout, num_entries, address, code, block = launches[0][2]
