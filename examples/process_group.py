@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 
@@ -26,4 +27,5 @@ def process_group() -> Iterator[str]:
     try:
         yield device
     finally:
+        gc.collect()  # a model in a reference cycle would keep the group and its threads alive
         dist.destroy_process_group()

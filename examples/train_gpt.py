@@ -59,6 +59,12 @@ class Settings:
     width: int = 64
     dropout: float = 0.1
 
+    def lr_factor(self, step: int) -> float:
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        share = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return 0.5 + 0.5 * math.cos(math.pi * share)
+
 
 class Trainer:
     """The model, its optimizer and schedule, this rank's share of the data, and the position in it.
@@ -91,14 +97,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
         )
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, settings.lr_factor)
         self.local_backward_ms = self._measure_local_backward()
-
-    def _lr_factor(self, step: int) -> float:
-        warmup, steps = self.settings.warmup, self.settings.steps
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
 
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's inputs and targets: one permutation an epoch, dealt out without overlap."""
