@@ -12,6 +12,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+KEYS = {"identity", "position", "model", "optimizer", "schedule", "generators"}
+
+
+def check_writable(path: Path) -> None:
+    """Tries, before a training is spent on it, whether rank 0 can write a file there. Collective.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            if path.is_dir():
+                raise IsADirectoryError("it is a folder")
+            _part(path).touch()
+            _part(path).unlink()
+        except OSError as error:
+            problem = (
+                f"expected a file that can be written as {path}, found that it cannot: {error}. "
+                "Give the name of a file in a folder that exists."
+            )
+    problem = _from_rank_0(problem)
+    if problem is not None:
+        raise ValueError(problem)
+
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Writes `state` on rank 0. An interruption at any point leaves the previous file as it was.
@@ -24,7 +49,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
     """
     problem: Exception | None = None
     if dist.get_rank() == 0:
-        part = path.with_name(path.name + ".part")
+        part = _part(path)
         try:
             with part.open("wb") as file:
                 torch.save(state, file)
@@ -45,9 +70,9 @@ def load(path: Path) -> dict[str, Any]:
     """What `save` wrote, on every rank. Collective.
 
     Raises:
-        ValueError: on every rank: no file there, or not a whole checkpoint.
+        ValueError: on every rank: no file there, not a whole checkpoint, or something else.
     """
-    found: dict[str, Any] | str | None = None
+    found: Any = None
     if dist.get_rank() == 0:
         try:
             found = torch.load(path, map_location="cpu", weights_only=True)
@@ -59,10 +84,20 @@ def load(path: Path) -> dict[str, Any]:
                 f"({type(error).__name__}). It may be truncated; start without --resume, or from "
                 "another one."
             )
+        else:
+            if not isinstance(found, dict) or not found.keys() >= KEYS:
+                found = (
+                    f"expected a checkpoint of this script at {path}, found something else in it. "
+                    "Start without --resume, with another --checkpoint."
+                )
     found = _from_rank_0(found)
-    if not isinstance(found, dict):
-        raise ValueError(found or f"expected a checkpoint at {path}, found an empty one")
+    if isinstance(found, str):
+        raise ValueError(found)
     return found
+
+
+def _part(path: Path) -> Path:
+    return path.parent / (path.name + ".part")
 
 
 def _from_rank_0(value: Any) -> Any:

@@ -17,6 +17,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import checkpoint
 import torch
 import torch.distributed as dist
 import tqdm
@@ -94,7 +95,7 @@ def plot(file: Path, found: dict[str, dict[str, list[list[float]]]], about: str)
     for sync, (line, width) in styles.items():
         losses = [statistics.mean(ranks) for ranks in zip(*found[sync]["losses"], strict=True)]
         left.plot(range(1, len(losses) + 1), losses, line, linewidth=width, label=sync)
-    left.set(xlabel="step", ylabel="loss in nats a character", title="losses lie on each other")
+    left.set(xlabel="step", ylabel="loss in nats a character", title="losses of the same steps")
     left.legend()
     times = taxes(found)
     names = ["none", "torch", "manual", "fused"]
@@ -104,9 +105,8 @@ def plot(file: Path, found: dict[str, dict[str, list[list[float]]]], about: str)
     bars = right.bar(names, tax, bottom=base, color="tab:red", label="synchronisation tax")
     right.bar_label(bars, [f"+{ms:.1f} ms" if ms else "" for ms in tax])
     right.set(ylabel="ms per step (median)", title="step times")
-    right.margins(y=0.15)
-    right.legend(loc="lower right")
-    file.parent.mkdir(parents=True, exist_ok=True)
+    right.margins(y=0.3)
+    right.legend(loc="upper left")
     figure.savefig(file, dpi=120)
 
 
@@ -119,7 +119,11 @@ def main() -> int:
     if args.steps <= UNCOUNTED + 1:
         parser.error(f"--steps: expected at least {UNCOUNTED + 2}, found {args.steps}")
     settings = Settings(steps=args.steps)
+    if args.plot:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
     with process_group() as device:
+        if args.plot:
+            checkpoint.check_writable(args.plot)
         found = compare(settings, load_text(args.text, settings.context), device)
         ranks = dist.get_world_size()
         losses = {sync: list(zip(*of["losses"], strict=True)) for sync, of in found.items()}

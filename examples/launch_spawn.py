@@ -50,6 +50,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # One port for all ranks, so it is chosen here. spawn ends the other ranks when one fails.
     command = [args.script, *args.arguments]
+    if args.nproc < 1:
+        parser.error(f"--nproc: expected at least 1, found {args.nproc}")
     mp.spawn(work, args=(args.nproc, free_port(), command), nprocs=args.nproc)
 
 

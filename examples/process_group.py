@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -18,6 +19,11 @@ def process_group() -> Iterator[str]:
     NCCL with a GPU for each rank of this host, else gloo on CPU. Reads the variables that torchrun
     sets: MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE.
     """
+    if "RANK" not in os.environ:
+        raise SystemExit(
+            "expected the variables of a rank (RANK, WORLD_SIZE, ...), found none. Start it with "
+            f"torchrun --nproc-per-node 2 {sys.argv[0]}, or another way of docs/launching.md."
+        )
     torch.set_num_threads(1)  # ranks share the cores
     device = "cpu"
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):

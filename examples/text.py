@@ -30,6 +30,14 @@ class Text:
     fingerprint: str
 
 
+def encode(text: str) -> Tensor:
+    return torch.tensor([CHARACTERS.index(character) for character in text])
+
+
+def decode(ids: Tensor) -> str:
+    return "".join(CHARACTERS[index] for index in ids.tolist())
+
+
 def load_text(folder: Path, context: int) -> Text:
     """Reads the Python files of a folder, the same on all ranks; every tenth is held out.
 
@@ -59,7 +67,9 @@ def load_text(folder: Path, context: int) -> Text:
 
 
 def _read(folder: Path, context: int) -> Text:
-    files = sorted(folder.glob("*.py"))
+    if not folder.is_dir():
+        raise ValueError(f"expected a folder with Python files, found none at {folder}")
+    files = sorted(file for file in folder.glob("*.py") if file.is_file())
     codes = torch.full((256,), CHARACTERS.index(" "))
     for code, character in enumerate(CHARACTERS):
         codes[ord(character)] = code

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import tqdm
 from gpt import GPT, GPTConfig
 from process_group import process_group
-from text import CHARACTERS, Text, load_text
+from text import CHARACTERS, Text, decode, encode, load_text
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,11 +67,7 @@ class Settings:
 
 
 class Trainer:
-    """The model, its optimizer and schedule, this rank's share of the data, and the position in it.
-
-    Raises:
-        ValueError: the batch cannot be shared out.
-    """
+    """Model, optimizer, schedule, share of the data. ValueError: a batch that cannot be shared."""
 
     def __init__(self, settings: Settings, text: Text, sync: str, device: str = "cpu") -> None:
         ranks = dist.get_world_size()
@@ -81,7 +77,7 @@ class Trainer:
                 f"({settings.accumulate}), found {settings.batch}. Change --batch or --accumulate."
             )
         if settings.batch > len(text.train):
-            raise ValueError(f"batch: expected at most {len(text.train)}, found {settings.batch}")
+            raise ValueError(f"batch: the text has {len(text.train)} windows, not {settings.batch}")
         self.settings, self.text, self.sync, self.device = settings, text, sync, device
         self.position = 0  # steps done
         torch.manual_seed(settings.seed)  # the same weights on every rank
@@ -219,17 +215,15 @@ class Trainer:
             torch.cuda.set_rng_state(generators["cuda"])
 
     def sample(self, start: str, count: int) -> str:
-        ids = torch.tensor([[CHARACTERS.index(c) for c in start]], device=self.device)
         generator = torch.Generator().manual_seed(self.settings.seed)
-        drawn = self.module.eval().sample(ids, count, generator)[0].tolist()
+        drawn = self.module.eval().sample(encode(start)[None].to(self.device), count, generator)
         self.module.train()
-        return "".join(CHARACTERS[code] for code in drawn)
+        return decode(drawn[0])
 
 
 def train(trainer: Trainer, path: Path | None = None, every: int = 50) -> list[float]:
     """Trains to the last step, saving to `path`; this rank's loss at every step from here on."""
-    settings = trainer.settings
-    losses: list[float] = []
+    settings, losses = trainer.settings, []
     hidden = None if dist.get_rank() == 0 else True  # None: shown only on a terminal
     tokens = settings.batch * settings.context
     with tqdm.tqdm(total=settings.steps, initial=trainer.position, disable=hidden) as bar:
@@ -254,15 +248,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="write checkpoints to this file")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
-    parser.add_argument("--history", type=Path, help="write the losses of all ranks as JSON")
+    parser.add_argument("--history", type=Path, help="write losses of this run as JSON")
     for field in dataclasses.fields(Settings):
         choices = ("fp32", "bf16") if field.name == "dtype" else None
         settings = {"type": type(field.default), "default": field.default, "choices": choices}
         parser.add_argument("--" + field.name.replace("_", "-"), **settings)
     args = parser.parse_args()
-    for name in ("steps", "batch", "accumulate", "warmup", "every", "context", "layers", "heads"):
+    for name in "steps batch accumulate warmup every context layers heads width".split():
         if getattr(args, name) < 1:
             parser.error(f"--{name}: expected at least 1, found {getattr(args, name)}")
+    if not (args.lr > 0 and args.clip > 0 and 0 <= args.dropout < 1 and abs(args.seed) < 2**31):
+        parser.error("expected --lr and --clip above 0, --dropout from 0 to 1, --seed below 2**31")
     if args.resume and args.checkpoint is None:
         parser.error("--resume: expected --checkpoint with the file to go on from")
     return args
@@ -271,19 +267,23 @@ def parse_arguments() -> argparse.Namespace:
 def run(args: argparse.Namespace, device: str) -> int:
     settings = Settings(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Settings)})
     try:
+        for file in filter(None, (args.checkpoint, args.history)):
+            checkpoint.check_writable(file)
         trainer = Trainer(settings, load_text(args.text, settings.context), args.sync, device)
         if args.resume:
             trainer.resume(args.checkpoint)
     except ValueError as error:  # what the user can mend; every rank has it
         print(f"rank {dist.get_rank()}: {error}", file=sys.stderr)
         return 2
+    first = trainer.position
     losses = train(trainer, args.checkpoint, args.every)
     held_out = trainer.held_out_loss()
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, losses)
     if dist.get_rank() == 0:
         if args.history:
-            args.history.write_text(json.dumps({"sync": args.sync, "losses": everywhere}))
+            history = {"sync": args.sync, "first_step": first, "losses": everywhere}
+            args.history.write_text(json.dumps(history))
         print(f"held-out loss {held_out:.4f} nats a character after {settings.steps} steps")
         print(trainer.sample("def ", 160))
     return 0
