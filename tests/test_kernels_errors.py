@@ -7,14 +7,20 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from fusedddp_kernels import Slots
+import fusedddp_kernels
+from fusedddp_kernels import Ops, Slots
 from fusedddp_kernels.launch import LaunchConfig, StatsTree
 from fusedddp_kernels.table import CopyTable
 from fusedddp_kernels.triton_ops import TritonOps
 
-OPS = TritonOps()
 META = torch.device("meta")
 HALF = torch.tensor(0.5, dtype=torch.float64)
+
+
+@pytest.fixture(params=[TritonOps(), fusedddp_kernels], ids=["triton", "public"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    """On CPU the public functions are the reference, behind the same checks."""
+    return request.param
 
 
 def make_slots(*sizes: int) -> Slots:
@@ -34,24 +40,24 @@ def make_slots(*sizes: int) -> Slots:
         ([], ValueError, "one destination per slot, found 0 for 1"),
     ],
 )
-def test_destinations(destinations, error, text) -> None:
+def test_destinations(ops, destinations, error, text) -> None:
     slots = make_slots(4)
     if destinations and destinations[0].shape == (2, 2):
         slots = Slots(torch.zeros(4), [0], [torch.zeros(2, 2)])
     with pytest.raises(error, match=text):
-        OPS.unflatten(slots, destinations)
+        ops.unflatten(slots, destinations)
 
 
-def test_destinations_that_overlap_each_other_or_the_buffer() -> None:
+def test_destinations_that_overlap_each_other_or_the_buffer(ops) -> None:
     memory = torch.zeros(20)
     slots = make_slots(4, 4)
     with pytest.raises(ValueError, match="8 bytes shared by destinations 1 and 0"):
-        OPS.unflatten(slots, [memory[2:6], memory[:4]])
+        ops.unflatten(slots, [memory[2:6], memory[:4]])
     with pytest.raises(ValueError, match="tensor 0 outside of the flat buffer"):
-        OPS.unflatten(slots, [slots.flat[2:6], memory[:4]])
+        ops.unflatten(slots, [slots.flat[2:6], memory[:4]])
     # The slot of another tensor is no place for it either.
     with pytest.raises(ValueError, match="16 bytes from byte 128 of the buffer on"):
-        OPS.unflatten(slots, [slots.views[1], None], HALF)
+        ops.unflatten(slots, [slots.views[1], None], HALF)
 
 
 @pytest.mark.parametrize(
@@ -63,17 +69,17 @@ def test_destinations_that_overlap_each_other_or_the_buffer() -> None:
         (torch.zeros(2, 2), ValueError, r"\(4,\), found \(2, 2\)"),
     ],
 )
-def test_sources(source, error, text) -> None:
+def test_sources(ops, source, error, text) -> None:
     with pytest.raises(error, match=text):
-        OPS.flatten([source], make_slots(4))
+        ops.flatten([source], make_slots(4))
 
 
-def test_sources_in_the_buffer_outside_of_their_slot() -> None:
+def test_sources_in_the_buffer_outside_of_their_slot(ops) -> None:
     slots = make_slots(4)
     with pytest.raises(ValueError, match="tensor 0 outside of the flat buffer or in its own slot"):
-        OPS.flatten([slots.flat[1:5]], slots)
+        ops.flatten([slots.flat[1:5]], slots)
     with pytest.raises(ValueError, match="at most one source per slot, found 2 from slot 0 of 1"):
-        OPS.flatten([None, None], slots)
+        ops.flatten([None, None], slots)
 
 
 @pytest.mark.parametrize(
@@ -85,28 +91,28 @@ def test_sources_in_the_buffer_outside_of_their_slot() -> None:
         (torch.tensor(1.0, dtype=torch.bfloat16), "torch.bfloat16"),
     ],
 )
-def test_scales(scale, text) -> None:
+def test_scales(ops, scale, text) -> None:
     slots = make_slots(4)
     for call in (
-        lambda: OPS.flatten([None], slots, scale),
-        lambda: OPS.unflatten(slots, [None], scale),
-        lambda: OPS.scale_(torch.zeros(4), scale),
+        lambda: ops.flatten([None], slots, scale),
+        lambda: ops.unflatten(slots, [None], scale),
+        lambda: ops.scale_(torch.zeros(4), scale),
     ):
         with pytest.raises(ValueError, match=text):
             call()
 
 
-def test_scale_in_place_refuses_overlap() -> None:
+def test_scale_in_place_refuses_overlap(ops) -> None:
     with pytest.raises(ValueError, match="memory of its own"):
-        OPS.scale_(torch.zeros(1).expand(3), HALF)
+        ops.scale_(torch.zeros(1).expand(3), HALF)
 
 
-def test_memory_that_was_freed_or_resized() -> None:
+def test_memory_that_was_freed_or_resized(ops) -> None:
     slots = make_slots(4)
     source = torch.zeros(4)
     source.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="4 elements of tensor 0, found 0 bytes in its storage"):
-        OPS.flatten([source], slots)
+        ops.flatten([source], slots)
     table = CopyTable(slots, 0, 1, block_size=16, fills_padding=True)
     table.bind([torch.zeros(4)])
     slots.flat.untyped_storage().resize_(64)

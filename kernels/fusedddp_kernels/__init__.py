@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedddp_kernels import reference
+from fusedddp_kernels import checks, reference
 from fusedddp_kernels.ops import GradStats, Ops
 from fusedddp_kernels.reference import compute_dtype
 from fusedddp_kernels.slots import Slots, is_dense
@@ -60,7 +60,10 @@ def flatten(
 
     Arguments and errors: `reference.flatten`, `triton_ops.TritonOps.flatten`.
     """
-    ops_for(slots.flat.device).flatten(sources, slots, scale, first)
+    ops = ops_for(slots.flat.device)
+    if ops is reference:
+        checks.check_flatten(sources, slots, scale, first)
+    ops.flatten(sources, slots, scale, first)
 
 
 def unflatten(
@@ -74,7 +77,10 @@ def unflatten(
 
     Arguments and errors: `reference.unflatten`, `triton_ops.TritonOps.unflatten`.
     """
-    ops_for(slots.flat.device).unflatten(slots, destinations, scale, accumulate=accumulate)
+    ops = ops_for(slots.flat.device)
+    if ops is reference:
+        checks.check_unflatten(slots, destinations, scale)
+    ops.unflatten(slots, destinations, scale, accumulate=accumulate)
 
 
 def scale_(tensor: Tensor, scale: Tensor) -> None:
@@ -82,7 +88,11 @@ def scale_(tensor: Tensor, scale: Tensor) -> None:
 
     Arguments and errors: `reference.scale_`, `triton_ops.TritonOps.scale_`.
     """
-    ops_for(tensor.device).scale_(tensor, scale)
+    ops = ops_for(tensor.device)
+    if ops is reference:
+        checks.check_scale(scale, tensor.device)
+        checks.as_target(0, tensor, None)
+    ops.scale_(tensor, scale)
 
 
 def grad_stats(slots: Slots, *, per_tensor: bool = False) -> GradStats:

@@ -22,12 +22,12 @@ entry, always absent.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from fusedddp_kernels.checks import check_memory, is_cut
 from fusedddp_kernels.launch import ABSENT, DTYPE_CODES
 from fusedddp_kernels.slots import Slots
 
@@ -115,7 +115,7 @@ class CopyTable:
         values = [0 if t is None else t.data_ptr() for t in tensors] + absent
         values += [ABSENT if t is None else DTYPE_CODES[t.dtype] for t in tensors] + absent
         if values != self._values:
-            self._check_memory(tensors)
+            check_memory(tensors, self.views, self._flat, is_written=self._is_written)
         if self._uploader is None:
             if values != self._values:
                 self._addresses.copy_(torch.tensor(values, dtype=torch.int64))
@@ -133,38 +133,12 @@ class CopyTable:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _check_flat(self) -> None:
-        if self._flat.data_ptr() != self._flat_address or _is_cut(self._flat):
+        if self._flat.data_ptr() != self._flat_address or is_cut(self._flat):
             raise RuntimeError(
                 f"expected the flat buffer of {self._flat.numel()} elements where it was when its "
                 "table was made, found that its memory was freed, resized or moved since: make new "
                 "Slots"
             )
-
-    def _check_memory(self, tensors: Sequence[Tensor | None]) -> None:
-        """Raises unless every tensor has memory, and shares none that matters."""
-        flat_begin = self._flat_address
-        flat_end = flat_begin + self._flat.numel() * self._flat.element_size()
-        stretches: list[tuple[int, int, int]] = []
-        for index, (tensor, view) in enumerate(zip(tensors, self.views, strict=False)):
-            if tensor is None or tensor.numel() == 0:
-                continue
-            if _is_cut(tensor):
-                raise RuntimeError(
-                    f"expected memory for the {tensor.numel()} elements of tensor {index}, found "
-                    f"{tensor.untyped_storage().nbytes()} bytes in its storage: it was freed or "
-                    "resized"
-                )
-            begin = tensor.data_ptr()
-            end = begin + tensor.numel() * tensor.element_size()
-            stretches.append((begin, end, index))
-            is_own_slot = begin == view.data_ptr() and tensor.dtype == view.dtype
-            if begin < flat_end and end > flat_begin and not is_own_slot:
-                raise ValueError(
-                    f"expected tensor {index} outside of the flat buffer or in its own slot, found "
-                    f"{end - begin} bytes from byte {begin - flat_begin} of the buffer on: clone it"
-                )
-        if self._is_written:
-            _check_disjoint(stretches)
 
 
 class _Uploader:
@@ -230,19 +204,3 @@ def _cut(spans: Sequence[int], block_size: int) -> tuple[Tensor, Tensor]:
     entries = torch.repeat_interleave(torch.arange(len(spans)), num_tiles)
     numbers = torch.arange(entries.numel()) - first_tiles[entries]
     return entries << 32 | numbers, first_tiles
-
-
-def _is_cut(tensor: Tensor) -> bool:
-    """Whether the storage is too small for `tensor`, which fills one stretch of it."""
-    end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    return tensor.untyped_storage().nbytes() < end
-
-
-def _check_disjoint(stretches: list[tuple[int, int, int]]) -> None:
-    stretches.sort()
-    for (_, end, index), (begin, _, other) in itertools.pairwise(stretches):
-        if begin < end:
-            raise ValueError(
-                f"expected destinations that do not overlap, found {end - begin} bytes shared by "
-                f"destinations {index} and {other}"
-            )

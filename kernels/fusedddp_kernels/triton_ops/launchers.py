@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fusedddp_kernels.checks import as_target, check_dtype, check_fits, check_scale
 from fusedddp_kernels.launch import (
     DEFAULT_CONFIG,
     DEFAULT_TREE,
@@ -63,7 +64,7 @@ class TritonOps:
                 f"expected at most one source per slot, found {len(sources)} from slot {first} of "
                 f"{len(slots.views)} on"
             )
-        _check_scale(scale, slots.flat.device)
+        check_scale(scale, slots.flat.device)
         table = self._table(slots, first, stop, is_written=False)
         ready = [
             None if source is None else _as_slot(index, source, view)
@@ -106,7 +107,7 @@ class TritonOps:
                 f"expected one destination per slot, found {len(destinations)} for "
                 f"{len(slots.views)} slots"
             )
-        _check_scale(scale, slots.flat.device)
+        check_scale(scale, slots.flat.device)
         table = self._table(slots, 0, len(slots.views), is_written=True)
         skips_aliases = scale is None and not accumulate
         targets: list[Tensor | None] = []
@@ -118,7 +119,7 @@ class TritonOps:
             ):
                 targets.append(None)
                 continue
-            real = _as_target(index, destination, view)
+            real = as_target(index, destination, view)
             target = real
             if not _has_order_of(real, view):
                 target = torch.empty_strided(
@@ -153,8 +154,8 @@ class TritonOps:
             ValueError: it overlaps itself, has a conj or negative bit, or the scale is on another
                 device.
         """
-        _check_scale(scale, tensor.device)
-        real = _as_target(0, tensor, None)
+        check_scale(scale, tensor.device)
+        real = as_target(0, tensor, None)
         with torch.no_grad():
             dense = real if is_dense(real) else real.contiguous()
             stretch = dense.as_strided((dense.numel(),), (1,))
@@ -217,34 +218,15 @@ def _note_writes(tensors: Sequence[Tensor]) -> None:
 def _as_slot(index: int, source: Tensor, view: Tensor) -> Tensor:
     """`source` as reals in the memory order of its slot; itself where it is that already."""
     if source.dtype not in DTYPE_CODES or source.is_neg():
-        _check_dtype("source", index, source)
+        check_dtype("source", index, source)
         source = as_real(source.detach())
-    _check_fits("source", index, source, view)
+    check_fits("source", index, source, view)
     if _has_order_of(source, view):
         return source
     ordered = torch.empty_strided(
         view.shape, view.stride(), dtype=source.dtype, device=source.device
     )
     return ordered.copy_(source.detach())
-
-
-def _as_target(index: int, destination: Tensor, view: Tensor | None) -> Tensor:
-    """`destination` as reals, checked to be writable element by element."""
-    _check_dtype("destination", index, destination)
-    if destination.is_conj() or destination.is_neg():
-        raise ValueError(
-            f"expected destination {index} without conj or negative bit, found one: pass "
-            "`.resolve_conj().resolve_neg()`"
-        )
-    if _may_overlap_itself(destination):
-        raise ValueError(
-            f"expected each element of destination {index} in memory of its own, found size "
-            f"{tuple(destination.shape)} with strides {destination.stride()}: pass a clone"
-        )
-    real = torch.view_as_real(destination.detach()) if destination.is_complex() else destination
-    if view is not None:
-        _check_fits("destination", index, real, view)
-    return real
 
 
 def _has_order_of(tensor: Tensor, view: Tensor) -> bool:
@@ -255,50 +237,3 @@ def _has_order_of(tensor: Tensor, view: Tensor) -> bool:
         size == 1 or stride == expected
         for size, stride, expected in zip(tensor.shape, tensor.stride(), view.stride(), strict=True)
     )
-
-
-def _may_overlap_itself(tensor: Tensor) -> bool:
-    """Whether two elements may lie at one address (certain for any stride of 0)."""
-    if is_dense(tensor) or tensor.numel() == 0:
-        return False
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
-
-
-def _check_dtype(what: str, index: int, tensor: Tensor) -> None:
-    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-    if dtype not in DTYPE_CODES:
-        raise TypeError(
-            f"expected a floating or complex dtype of 16 to 64 bits for {what} {index}, found "
-            f"{tensor.dtype}"
-        )
-
-
-def _check_fits(what: str, index: int, tensor: Tensor, view: Tensor) -> None:
-    if tensor.shape != view.shape:
-        raise ValueError(
-            f"expected {what} {index} of the size of its slot, {tuple(view.shape)}, found "
-            f"{tuple(tensor.shape)} (complex values count as two reals)"
-        )
-    if tensor.device != view.device:
-        raise ValueError(
-            f"expected {what} {index} on {view.device}, where the flat buffer is, found it on "
-            f"{tensor.device}"
-        )
-
-
-def _check_scale(scale: Tensor | None, device: torch.device) -> None:
-    if scale is None:
-        return
-    if scale.dim() != 0 or scale.dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"expected a 0-dim tensor of fp64 or fp32 as scale, found size {tuple(scale.shape)}, "
-            f"{scale.dtype}"
-        )
-    if scale.device != device:
-        raise ValueError(f"expected the scale on {device}, found it on {scale.device}")
