@@ -55,6 +55,8 @@ def check_flags(**flags: Any) -> None:
 
 
 def require_ops(ops: object) -> None:
+    if isinstance(ops, type):
+        raise TypeError(f"ops: expected an object, found the class {ops.__name__}; call it first")
     missing = [
         name
         for name in ("flatten", "unflatten", "scale_", "grad_stats")

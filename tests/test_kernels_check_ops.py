@@ -47,6 +47,33 @@ def writes_pairs(slots, destinations, scale=None, *, accumulate=False) -> None:
             torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), end, (1,))[0] = 0
 
 
+def keeps_the_first_tensors(sources, slots, scale=None, first=0) -> None:
+    """A table that is not made anew when addresses change."""
+    key = ("first tensors", first, len(sources))
+    reference.flatten(slots.tables.setdefault(key, list(sources)), slots, scale, first)
+
+
+def freezes_the_scale(slots, destinations, scale=None, *, accumulate=False) -> None:
+    if scale is not None:
+        scale = slots.tables.setdefault("scale", scale.clone())
+    reference.unflatten(slots, destinations, scale, accumulate=accumulate)
+
+
+def writes_behind_the_window(sources, slots, scale=None, first=0) -> None:
+    reference.flatten(sources, slots, scale, first)
+    for view in slots.views[first + len(sources) :]:
+        view.zero_()
+
+
+def rounds_fp64_once(sources, slots, scale=None, first=0) -> None:
+    """To the nearest bf16, and not through fp32 as torch does: 1 + 2^-8 + 2^-40 rounds up."""
+    reference.flatten(sources, slots, scale, first)
+    for source, view in zip(sources, slots.views[first:], strict=False):
+        if source is not None and source.dtype == torch.float64 and scale is None:
+            if view.dtype == torch.bfloat16:
+                view[(source > 1 + 2**-8) & (source < 1 + 2**-7)] = 1 + 2**-7
+
+
 def counts_padding(slots, *, per_tensor=False):
     found = reference.grad_stats(slots, per_tensor=per_tensor)
     return found if per_tensor else found._replace(num_nonfinite=(~slots.flat.isfinite()).sum())
@@ -57,9 +84,13 @@ def counts_padding(slots, *, per_tensor=False):
     [
         ({"flatten": narrows_at_once}, "the storage of the buffer: element"),
         ({"flatten": forgets_the_tail}, r"TensorCase\(shape=\(65,\)"),
+        ({"flatten": keeps_the_first_tensors}, "the storage of the buffer: element"),
+        ({"unflatten": freezes_the_scale}, r"destination \d of a second call"),
+        ({"flatten": writes_behind_the_window}, "the storage of the buffer: element"),
+        ({"flatten": rounds_fp64_once}, "the storage of the buffer: element"),
         ({"unflatten": writes_pairs}, "destination 0: element 17 of 33 and 0 others"),
         ({"grad_stats": counts_padding}, "stretch 0: expected 0 non-finite, found"),
-        ({"scale_": lambda tensor, scale: None}, "the storage of tensor 0: element"),
+        ({"scale_": lambda tensor, scale: None}, r"the storage of tensor \d: element"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

@@ -96,6 +96,8 @@ class Half:
 def check_refused(rank: int) -> None:
     with pytest.raises(TypeError, match="found Half without unflatten, grad_stats"):
         fusedddp.wrap(mlp(), ops=Half())
+    with pytest.raises(TypeError, match="found the class CountingOps; call it first"):
+        fusedddp.wrap(mlp(), ops=CountingOps)
     with pytest.raises(RuntimeError, match=r"keywords of wrap.*\[ops=CountingOps\]"):
         fusedddp.wrap(mlp(), ops=CountingOps() if rank == 0 else None)
 

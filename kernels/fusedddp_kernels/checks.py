@@ -110,6 +110,11 @@ def check_fits(what: str, index: int, tensor: Tensor, view: Tensor) -> None:
 def check_scale(scale: Tensor | None, device: torch.device) -> None:
     if scale is None:
         return
+    if not isinstance(scale, Tensor):
+        raise TypeError(
+            f"expected a 0-dim tensor as scale, found {scale!r}; a number would be frozen into a "
+            "captured graph"
+        )
     if scale.dim() != 0 or scale.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"expected a 0-dim tensor of fp64 or fp32 as scale, found size {tuple(scale.shape)}, "

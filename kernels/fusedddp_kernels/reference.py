@@ -54,7 +54,7 @@ def flatten(
         ValueError: there are more sources than slots.
     """
     views = slots.views[first : first + len(sources)]
-    if len(views) != len(sources):
+    if first < 0 or len(views) != len(sources):
         raise ValueError(
             f"expected at most one source per slot, found {len(sources)} from slot {first} of "
             f"{len(slots.views)} on"

@@ -110,7 +110,7 @@ class CopyTable:
             RuntimeError: the memory of a tensor or of the buffer was freed or resized, or a capture
                 has more different lists of addresses than memory was set aside for.
         """
-        self._check_flat()
+        self.check_flat()
         absent = [ABSENT] * (self.num_entries - len(tensors))
         values = [0 if t is None else t.data_ptr() for t in tensors] + absent
         values += [ABSENT if t is None else DTYPE_CODES[t.dtype] for t in tensors] + absent
@@ -132,7 +132,8 @@ class CopyTable:
     def _is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _check_flat(self) -> None:
+    def check_flat(self) -> None:
+        """Raises RuntimeError if the memory of the buffer is not what it was."""
         if self._flat.data_ptr() != self._flat_address or is_cut(self._flat):
             raise RuntimeError(
                 f"expected the flat buffer of {self._flat.numel()} elements where it was when its "

@@ -59,7 +59,7 @@ class TritonOps:
                 capture, what cannot be captured.
         """
         stop = first + len(sources)
-        if stop > len(slots.views):
+        if first < 0 or stop > len(slots.views):
             raise ValueError(
                 f"expected at most one source per slot, found {len(sources)} from slot {first} of "
                 f"{len(slots.views)} on"
@@ -170,6 +170,7 @@ class TritonOps:
         table = slots.tables.get(key)
         if not isinstance(table, _StatsTable):
             table = slots.tables[key] = _StatsTable(slots, self.tree.block_size)
+        table.check_flat()
         sums, counts = _fused.grad_stats(
             slots.flat,
             table.layout,
