@@ -224,6 +224,10 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=20)
     parser.add_argument("--out", type=Path, help="CSV file to write the rows to")
     options = parser.parse_args()
+    if options.reps < 2:
+        parser.error(f"--reps: expected at least 2, found {options.reps}")
+    if options.out and not options.out.parent.is_dir():
+        parser.error(f"--out: expected a file in a folder that exists, found {options.out}")
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     lists = read_lists(options.list, CPU_NUMEL if device.type == "cpu" else None)
     if not lists:

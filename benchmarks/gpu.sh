@@ -32,6 +32,8 @@ part() {  # part NAME SECONDS COMMAND...
 part machine 20 "$python" -c "import torch, triton
 print('torch', torch.__version__, 'triton', triton.__version__, torch.cuda.get_device_name())"
 part tests 110 "$python" -m pytest -q -m gpu tests/test_kernels_gpu.py -p no:cacheprovider
+# pytest is content when every test is skipped.
+grep -qE '[0-9]+ passed' "$out/tests.log" || failed+=("tests: none passed")
 part bench 100 "$python" benchmarks/bench_kernels.py --reps 10 --out "$out/kernels.csv"
 
 echo "== summary"
