@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedddp.collectives import Collective
+from fusedddp.comm_hooks import CommHook, GradBucket, PendingHook
 from fusedddp.layout import BucketLayout
 from fusedddp_kernels import Ops, Slots, compute_dtype, is_dense, ops_for
 
@@ -91,6 +92,9 @@ class Bucket:
         collective: what reduces the buffer.
         as_view: `.grad` becomes an alias of its slot instead of a tensor of its own.
         ops: what copies gradients; None for what suits the device.
+        comm_hook: what reduces the buffer instead; the layout must be a packed one then.
+        index: position among the buckets of a round.
+        is_last: whether it is the last of them.
 
     Attributes:
         chunks: the pieces in which it is filled.
@@ -112,6 +116,9 @@ class Bucket:
         *,
         as_view: bool,
         ops: Ops | None = None,
+        comm_hook: CommHook | None = None,
+        index: int = 0,
+        is_last: bool = True,
     ) -> None:
         self.layout = layout
         self.params = list(params)
@@ -123,12 +130,10 @@ class Bucket:
             (p.dtype.to_real() if p.is_complex() else p.dtype) == layout.dtype for p in params
         )
         self._complex_slots = [slot for slot, p in enumerate(params) if p.is_complex()]
-        self._reduction = collective.reduction(layout.dtype, self.device)
-        self._scale = collective.scale(self._reduction, self.device)
-        computes_in = {compute_dtype(p.dtype) for p in params}
-        if self._scale is not None and len(computes_in) == 1:
-            # Once instead of for each gradient: 5 microseconds a time inside of a backward.
-            self._scale = self._scale.to(computes_in.pop())
+        self._comm_hook = comm_hook
+        self._index, self._is_last = index, is_last
+        self._computes_in = {compute_dtype(p.dtype) for p in params}
+        self._divide_factor = 0
         self._slots: Slots | None = None
         self._own_uses = 0
         self.start_round()
@@ -145,13 +150,26 @@ class Bucket:
                 waits_for_end=bool(waits_for_end)
                 and not waits_for_end.isdisjoint(self.layout.params[chunk.start : chunk.stop])
             )
-        self._work: dist.Work | None = None
+        if self._divide_factor != self._collective.divide_factor:
+            self._choose_scale()
+        self._work: dist.Work | PendingHook | None = None
         self._is_in_flight = False
         self._in_place: Tensor | None = None
         self._sources: dict[int, Tensor] = {}
         self._held_back: dict[int, Tensor] = {}
         self._producers: set[torch.Stream] = set()
         self._has_memory = False
+
+    def _choose_scale(self) -> None:
+        """Settles by what the flatten multiplies; what a comm hook gets is not multiplied."""
+        self._divide_factor = self._collective.divide_factor
+        self._reduction = self._collective.reduction(self.layout.dtype, self.device)
+        self._scale: Tensor | None = None
+        if self._comm_hook is None:
+            self._scale = self._collective.scale(self._reduction, self.device)
+        if self._scale is not None and len(self._computes_in) == 1:
+            # Once instead of for each gradient: 5 microseconds a time inside of a backward.
+            self._scale = self._scale.to(next(iter(self._computes_in)))
 
     @property
     def is_launched(self) -> bool:
@@ -192,10 +210,13 @@ class Bucket:
             self._release_producers()
 
     def launch(self, flag: bool = False) -> None:
-        """Takes what is not yet taken and starts the collective.
+        """Takes what is not yet taken and starts the collective, or calls the comm hook.
 
         Args:
             flag: what this rank says in the bucket's flag, if it has one.
+
+        Raises:
+            Exception: what the hook raises.
         """
         if self.num_untaken:
             for chunk in self.chunks:
@@ -214,13 +235,23 @@ class Bucket:
             if self.layout.has_flag:
                 flat[-1:].fill_(flag)
         self._is_in_flight = True
-        self._work = self._collective.launch(flat, reduction)
+        if self._comm_hook is not None:
+            self._work = self._comm_hook.start(self._grad_bucket())
+        else:
+            self._work = self._collective.launch(flat, reduction)
+
+    def _grad_bucket(self) -> GradBucket:
+        slots = self._memory()
+        gradients = list(slots.views)
+        for slot in self._complex_slots:
+            gradients[slot] = torch.view_as_complex(gradients[slot])
+        return GradBucket(self._index, slots.flat, gradients, self.params, is_last=self._is_last)
 
     def wait(self) -> None:
-        """Makes the current stream (on CPU the host) wait for the collective.
+        """Makes the current stream (on CPU the host) wait for the collective or the comm hook.
 
         Raises:
-            RuntimeError: the collective failed or timed out.
+            RuntimeError: it failed or timed out.
         """
         assert self._work is not None
         self._work.wait()

@@ -31,9 +31,9 @@ class Reduction(NamedTuple):
 
 
 def choose_reduction(
-    op: Op, world_size: int, dtype: torch.dtype, backend: str, *, in_place: bool = False
+    op: Op, divide_factor: int, dtype: torch.dtype, backend: str, *, in_place: bool = False
 ) -> Reduction:
-    """The reduction for one buffer.
+    """The reduction for one buffer; a mean divides by `divide_factor`, the number of ranks.
 
     A mean divides before the sum, as DDP does: sums of many ranks then stay in range, and for
     powers of two the bits are DDP's. Only a gradient that is reduced in place on NCCL is left to
@@ -41,11 +41,11 @@ def choose_reduction(
     """
     if op == "max":
         return Reduction(1.0, dist.ReduceOp.MAX)
-    if op == "sum" or world_size == 1:
+    if op == "sum" or divide_factor == 1:
         return Reduction(1.0, dist.ReduceOp.SUM)
     if in_place and backend == "nccl" and dtype in _NCCL_AVERAGES:
         return Reduction(1.0, dist.ReduceOp.AVG)
-    return Reduction(float(world_size), dist.ReduceOp.SUM)
+    return Reduction(float(divide_factor), dist.ReduceOp.SUM)
 
 
 def wire_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -69,12 +69,15 @@ class Collective:
     Attributes:
         group: the process group.
         world_size: number of ranks in it.
+        divide_factor: what a mean divides by: the number of ranks, unless some of them ran out of
+            data and are not to count.
     """
 
     def __init__(self, group: dist.ProcessGroup, op: Op = "mean") -> None:
         self.group = group
         self.op: Op = op
         self.world_size = dist.get_world_size(group)
+        self.divide_factor = self.world_size
         self._scales: dict[tuple[torch.device, float], Tensor] = {}
         self._backends: dict[torch.device, str] = {}
 
@@ -84,7 +87,11 @@ class Collective:
         if device not in self._backends:
             self._backends[device] = self.group._get_backend(device).name()
         return choose_reduction(
-            self.op, self.world_size, dtype, self._backends[device], in_place=in_place
+            self.op,
+            self.divide_factor,
+            dtype,
+            self._backends[device],
+            in_place=in_place and self.divide_factor == self.world_size,
         )
 
     def scale(self, reduction: Reduction, device: torch.device) -> Tensor | None:

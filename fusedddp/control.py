@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedddp.collectives import same_on_all_ranks
 
-_HEADER = 4  # round, its square, layout checksum, its square
+_HEADER = 5  # round, its square, layout checksum, its square, whether this rank skips
 _MASK = 0xFFF  # so that squares of rounds, summed over 128 ranks, stay inside int32
 _LATE = 1 << 16  # one late contribution, counted above the ranks that contributed in time
 
@@ -27,6 +27,7 @@ class Control:
         checksum: of the layout, below 2**15.
         fired: one byte per parameter: 1 if it contributed since the last round.
         late: indices of parameters whose gradient came after theirs had been taken.
+        is_skipped: this rank means to contribute nothing.
     """
 
     def __init__(
@@ -37,11 +38,19 @@ class Control:
         checksum: int,
         fired: bytearray,
         late: list[int],
+        *,
+        is_skipped: bool,
     ) -> None:
         self._world_size = dist.get_world_size(group)
         self._round = round_index & _MASK
         self._checksum = checksum & _MASK
-        header = [self._round, self._round**2, self._checksum, self._checksum**2]
+        header = [
+            self._round,
+            self._round**2,
+            self._checksum,
+            self._checksum**2,
+            int(is_skipped),
+        ]
         vector = torch.empty(_HEADER + len(fired), dtype=torch.int32)
         vector[:_HEADER] = torch.tensor(header, dtype=torch.int32)
         vector[_HEADER:] = torch.frombuffer(fired, dtype=torch.uint8)
@@ -62,7 +71,9 @@ class Control:
             RuntimeError: ranks issue different rounds or buckets.
         """
         values = self._vector.cpu()
-        total_round, round_squares, total_checksum, checksum_squares = values[:_HEADER].tolist()
+        total_round, round_squares, total_checksum, checksum_squares, num_skipped = values[
+            :_HEADER
+        ].tolist()
         if not same_on_all_ranks(total_round, round_squares, self._round, self._world_size):
             raise RuntimeError(
                 "expected all ranks to reduce the same backward, found that this rank is at its "
@@ -76,7 +87,11 @@ class Control:
                 "expected the same buckets on all ranks, found different ones. Build the wrapper "
                 "with the same model and keywords on every rank."
             )
-        return ControlReading(values[_HEADER:] & (_LATE - 1), values[_HEADER:] >= _LATE)
+        return ControlReading(
+            values[_HEADER:] & (_LATE - 1),
+            values[_HEADER:] >= _LATE,
+            self._world_size - num_skipped,
+        )
 
 
 class ControlReading:
@@ -85,8 +100,10 @@ class ControlReading:
     Attributes:
         num_ranks: [params], int32: how many ranks contributed a gradient in time.
         is_late: [params], bool: some rank has a late contribution.
+        num_expected: how many ranks meant to contribute.
     """
 
-    def __init__(self, num_ranks: Tensor, is_late: Tensor) -> None:
+    def __init__(self, num_ranks: Tensor, is_late: Tensor, num_expected: int) -> None:
         self.num_ranks = num_ranks
         self.is_late = is_late
+        self.num_expected = num_expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,8 @@ class _Listener(Protocol):
     def mark_ready(self, index: int, param: Tensor) -> None: ...
 
     def take_chunk(self, index: int, param: Tensor) -> None: ...
+
+    def note_delivery(self) -> None: ...
 
 
 class _Chunk(Protocol):
@@ -60,7 +62,7 @@ class ParamHooks:
             for index, param in enumerate(trained)
         ]
         self._tensors = [param._cdata for param in trained]
-        handles = [*self._handles, *(_refuse_gradients(name, param) for name, param in frozen)]
+        handles = [*self._handles, *_refuse_gradients(frozen)]
         self.remove = weakref.finalize(listener, _remove_all, handles)
         self.remove.atexit = False
 
@@ -110,6 +112,16 @@ class ParamHooks:
                 hooks[own] = hooks.pop(own)  # move_to_end has no effect on autograd's order
 
 
+def listeners_of(params: Iterable[Tensor]) -> set[_Listener]:
+    """All that hear of gradients of `params`."""
+    references = {
+        getattr(hook, _LISTENER, _nobody)
+        for param in params
+        for hook in (_hooks_of(param) or {}).values()
+    }
+    return {listener for listener in (reference() for reference in references) if listener}
+
+
 def _make_hook(
     reference: weakref.ref[Any], index: int, lock: threading.RLock | None
 ) -> Callable[[Tensor], None]:
@@ -153,18 +165,24 @@ def _make_short_hook(
     return hook
 
 
-def _refuse_gradients(name: str, param: Parameter) -> RemovableHandle:
+def _refuse_gradients(frozen: Iterable[tuple[str, Parameter]]) -> Iterator[RemovableHandle]:
+    for name, param in frozen:
+        if param.is_floating_point() or param.is_complex():  # others never require gradients
+            requires_grad = param.requires_grad
+            param.requires_grad_(True)  # a frozen parameter refuses hooks; the hook survives
+            yield _register(param, _make_refusal(name))
+            param.requires_grad_(requires_grad)
+
+
+def _make_refusal(name: str) -> Callable[[Tensor], None]:
     def hook(param: Tensor) -> None:
         raise RuntimeError(
-            f"expected {name} to stay frozen, as it was when the module was wrapped, found a "
-            "gradient for it. It would differ between ranks. Wrap the module again after "
-            "unfreezing parameters."
+            f"expected {name} to stay frozen until the next forward of the wrapper, found a "
+            "gradient for it, which is not averaged. Run the forward after unfreezing parameters, "
+            "or wrap the module again."
         )
 
-    param.requires_grad_(True)  # a frozen parameter refuses hooks; the hook survives freezing
-    handle = _register(param, hook)
-    param.requires_grad_(False)
-    return handle
+    return hook
 
 
 def _register(param: Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:

@@ -112,6 +112,7 @@ def build_layout(
     bucket_cap_bytes: int,
     first_bucket_cap_bytes: int,
     has_flag: bool = False,
+    is_packed: bool = False,
     chunk_bytes: int | None = None,
 ) -> Layout:
     """Fills buckets with the parameters in `order`, one open bucket per group and wire dtype.
@@ -127,6 +128,8 @@ def build_layout(
         bucket_cap_bytes: cap of a bucket in bytes.
         first_bucket_cap_bytes: cap of the first bucket of each group and dtype.
         has_flag: whether the last bucket gets a flag, which a direct bucket has no room for.
+        is_packed: whether buckets hold the gradients and nothing else: no padding, no direct
+            buckets, real and complex gradients apart.
         chunk_bytes: gradients are copied as soon as so many bytes of them are there (see
             `_Chunker`); None to copy a whole bucket at once.
     """
@@ -137,8 +140,8 @@ def build_layout(
     arrival = {param: position for position, param in enumerate(order)}
     for param in order:
         spec = specs[param]
-        key = (spec.group, spec.wire_dtype)
-        if spec.nbytes >= bucket_cap_bytes and spec.dtype == spec.wire_dtype:
+        key = (spec.group, spec.wire_dtype, is_packed and spec.dtype.is_complex)
+        if spec.nbytes >= bucket_cap_bytes and spec.dtype == spec.wire_dtype and not is_packed:
             closed.append((arrival[param], (param,), True))
             caps[key] = bucket_cap_bytes  # something is on its way already: no small first bucket
             continue
@@ -163,6 +166,7 @@ def build_layout(
             world_size,
             is_direct=is_direct and not has_this_flag,
             has_flag=has_this_flag,
+            is_packed=is_packed,
         )
         buckets.append(replace(bucket, chunks=chunker.split(params)))
     return Layout(tuple(buckets), tuple(specs))
@@ -204,21 +208,23 @@ def _place(
     *,
     is_direct: bool,
     has_flag: bool,
+    is_packed: bool,
 ) -> BucketLayout:
     offsets = []
     end = 0
     for param in params:
-        end = round_up(end, ALIGNMENT)
+        end = round_up(end, 1 if is_packed else ALIGNMENT)
         offsets.append(end)
         end += specs[param].numel
     first = specs[params[0]]
     shards = ALIGNMENT * world_size
+    # At least one shard each, so that a bucket of empty gradients is no special case.
+    padded_end = max(round_up(end + has_flag, shards), shards)
     return BucketLayout(
         params=params,
         offsets=tuple(offsets),
         numel=sum(specs[i].numel for i in params),
-        # At least one shard each, so that a bucket of empty gradients is no special case.
-        padded_numel=end if is_direct else max(round_up(end + has_flag, shards), shards),
+        padded_numel=end if is_direct or is_packed else padded_end,
         dtype=first.wire_dtype,
         group=first.group,
         chunks=((0, len(params)),),

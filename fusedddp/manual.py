@@ -10,6 +10,7 @@ from torch.nn import Module, Parameter
 
 from fusedddp.collectives import OPS, Collective, Op
 from fusedddp.config import bucket_caps
+from fusedddp.hooks import listeners_of
 from fusedddp.one_shot import reduce_gradients
 from fusedddp.process_group import require_group
 from fusedddp.replicas import describe, raise_first_difference
@@ -82,6 +83,8 @@ def all_reduce_gradients(
         reduce_dtype=reduce_dtype,
         on_mismatch=say_which,
     )
+    for listener in listeners_of(params):
+        listener.note_delivery()
 
 
 def _named_params(

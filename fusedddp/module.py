@@ -7,12 +7,13 @@ import dataclasses
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
@@ -26,13 +27,17 @@ from fusedddp.checks import (
     refuse_what_is_missing,
     require_ops,
 )
+from fusedddp.comm_hooks import CommHook, CommHookFn, builtin_comm_hook
 from fusedddp.config import MIB, Options, bucket_caps, describe_options
+from fusedddp.join import MirrorSteps, begin_step, tell_sync
+from fusedddp.optimizers import step_in_backward, take_over_in_backward
 from fusedddp.process_group import require_group
 from fusedddp.reducer import Reducer
 from fusedddp.replicas import broadcast, describe, fail_together, start_broadcast, verify_same
 from fusedddp_kernels import Ops
 
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 def wrap(module: Module, **ddp_keywords: Any) -> FusedDDP:
@@ -243,6 +248,12 @@ class FusedDDP(DistributedDataParallel):
         self._lazy_init_ran = False
         self._accum_grad_hooks = []
         self._ddp_sink_clone = True
+        # Beyond those of the base class.
+        self._divide_by_initial_world_size = True
+        self._buffer_source = 0
+        self._buffer_futures: list[torch.futures.Future[Any]] = []
+        self._optimized_in_backward: list[Parameter] = []
+        self._has_run_forward = False
 
     def _set_devices(
         self,
@@ -304,7 +315,7 @@ class FusedDDP(DistributedDataParallel):
         self.forward_sync_buffers = broadcast_buffers is not False
         return self.forward_sync_buffers
 
-    def _build_reducer(self, options: Options) -> None:
+    def _build_reducer(self, options: Options, comm_hook: CommHook | None = None) -> None:
         trained = [(n, p) for n, p in self._named_replicas() if p.requires_grad]
         frozen = [(n, p) for n, p in self._named_replicas() if not p.requires_grad]
         self.reducer = Reducer(
@@ -313,20 +324,46 @@ class FusedDDP(DistributedDataParallel):
             self.process_group,
             options,
             requires_sync=_weakly(self, lambda wrapper: wrapper.require_backward_grad_sync),
-            on_round=_weakly(self, lambda wrapper: wrapper._start_buffer_sync()),
-            check_params=_weakly(self, lambda wrapper: wrapper._check_params()),
+            on_launched=_weakly(self, lambda wrapper: wrapper._start_buffer_sync()),
+            on_reduced=_weakly(self, lambda wrapper: wrapper._finish_backward()),
+            check_params=_weakly(self, lambda wrapper, indices: wrapper._check_params(indices)),
+            comm_hook=comm_hook,
         )
+        self._owners = _owners_of(self.module, self.reducer.params)
 
-    def _check_params(self) -> None:
-        """Raises if a parameter of the module is not the one that was wrapped."""
+    def _check_params(self, indices: Sequence[int]) -> None:
+        """Raises if the module has other parameters by now in place of those at `indices`."""
+        if all(
+            owner._parameters.get(name) is self.reducer.params[index]
+            for index in indices
+            for owner, name in [self._owners[index]]
+        ):
+            return
+        # Not where they were; a parametrization may have moved them, though.
         wrapped = set(map(id, self._module_parameters))
         for name, param in self._named_replicas():
             if id(param) not in wrapped:
                 raise RuntimeError(
                     f"expected the parameters that were wrapped, found another one as {name}: its "
-                    "gradient would not be averaged. Wrap the module again after replacing "
-                    "parameters (load_state_dict(assign=True) replaces all)."
+                    "gradient is not averaged. Wrap the module again after replacing parameters "
+                    "(load_state_dict(assign=True) replaces all)."
                 )
+
+    def _renew_reducer(self) -> None:
+        """Lays the buckets out anew for a module that was frozen, unfrozen or moved. Collective.
+
+        Raises:
+            RuntimeError: on all ranks that come here, if they changed differently.
+        """
+        trained = [n for n, p in self._named_replicas() if p.requires_grad]
+        verify_same(self.process_group, trained, "parameters that require a gradient")
+        if not trained:  # until some are unfrozen there is nothing to reduce
+            return
+        old = self.reducer
+        old.remove_hooks()
+        self._build_reducer(old.options, old.comm_hook)
+        self.reducer.take_over(old)
+        self.device = self._module_parameters[0].device
 
     def _named_replicas(self) -> Iterator[tuple[str, Parameter]]:
         for name, param in self.module.named_parameters():
@@ -340,10 +377,7 @@ class FusedDDP(DistributedDataParallel):
         with torch.autograd.profiler.record_function("FusedDDP.forward"):
             trains = torch.is_grad_enabled()
             if trains:
-                self.reducer.prepare_for_forward(sync=self.require_backward_grad_sync)
-                # Neither evaluation nor a forward without gradients may wait for other ranks.
-                if self.training and self.will_sync_module_buffers() and not _inside_backward():
-                    self._sync_buffers()
+                self._prepare_forward()
             if self.device_ids:
                 moved_inputs, moved_kwargs = self.to_kwargs(  # type: ignore[no-untyped-call]
                     inputs, kwargs, self.device_ids[0]
@@ -352,18 +386,67 @@ class FusedDDP(DistributedDataParallel):
             with self._inside_ddp_forward():
                 output = self.module(*inputs, **kwargs)
             if trains:
+                self._has_run_forward = True
+                if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+                    self._sync_buffers()  # type: ignore[no-untyped-call]
                 self.require_forward_param_sync = self.require_backward_grad_sync
                 self.reducer.prepare_for_backward(
                     _find_tensors(output), sync=self.require_backward_grad_sync
                 )
             return output
 
-    def will_sync_module_buffers(self) -> bool:
-        return (
-            self.require_forward_param_sync
-            and self.forward_sync_buffers
-            and len(self.modules_buffers) > 0
-        )
+    def _prepare_forward(self) -> None:
+        sync = self.require_backward_grad_sync
+        if not self._lazy_init_ran:
+            # Only now, because users may add optimizers after wrapping.
+            self._optimized_in_backward = take_over_in_backward(self._module_parameters)
+            self._lazy_init_ran = True
+        if _inside_backward():  # a forward that activation checkpointing runs again
+            return
+        self.reducer.prepare_for_forward(sync=sync)
+        if self.reducer.is_outdated():
+            self._renew_reducer()
+        joins = self._join_config.enable
+        if joins:
+            begin_step(self)
+        # Neither evaluation nor a forward without gradients may wait for other ranks.
+        if (self.training or joins) and self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()  # type: ignore[no-untyped-call]
+        if joins:
+            tell_sync(self)
+
+    def _finish_backward(self) -> None:
+        for future in self._buffer_futures:
+            future.wait()
+        self._buffer_futures = []
+        step_in_backward(self._optimized_in_backward)
+
+    def skip_backward(self) -> None:
+        """Takes the place of the backward on a rank that has none to run. Collective.
+
+        For a batch that one rank has to leave out, because its loss is not finite or its forward
+        or backward raised: the rank contributes zeros to the mean and gets the gradients of the
+        others, so that all ranks go on with the same step and none waits. Under `no_sync` there is
+        nothing to take part in, and nothing is done.
+
+        Example::
+
+            loss = model(batch).sum()
+            if loss.isfinite():
+                loss.backward()
+            else:
+                model.skip_backward()
+            optimizer.step()
+
+        Raises:
+            RuntimeError: a collective failed.
+        """
+        if not self.require_backward_grad_sync:
+            return
+        # The forward of the other ranks has waited for the buffers.
+        if not self._has_run_forward and self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()  # type: ignore[no-untyped-call]
+        self.reducer.skip_round()
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -374,16 +457,74 @@ class FusedDDP(DistributedDataParallel):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
-    def _sync_buffers(self) -> None:
-        self._start_buffer_sync()()
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        """Gives all ranks the buffers of one; or calls the hook for buffers, if there is one."""
+        if not hasattr(self, "buffer_hook"):
+            self._buffer_source = authoritative_rank
+            start_broadcast(self.modules_buffers, self.process_group, authoritative_rank)()
+            return
+        hook = self.buffer_hook
+        futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named_module_buffers)
+        self._buffer_futures += futures or []
 
     def _start_buffer_sync(self) -> Callable[[], None]:
-        """Starts the broadcast of rank 0's buffers; returns what is to be called to finish it."""
-        if not self.will_sync_module_buffers():
+        """Starts the broadcast at the end of a backward; returns what finishes it."""
+        self._has_run_forward = False
+        if not self.will_sync_module_buffers() or hasattr(self, "buffer_hook"):  # type: ignore[no-untyped-call]
             return lambda: None
         # Again each time, because modules may put another tensor in a buffer's place.
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
-        return start_broadcast(self.modules_buffers, self.process_group)
+        return start_broadcast(self.modules_buffers, self.process_group, self._buffer_source)
+
+    # -- hooks and groups ------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: CommHookFn) -> None:
+        """Reduces by a communication hook in place of the all-reduce. Call it on every rank.
+
+        Args:
+            state: passed to `hook` each time.
+            hook: called as ``hook(state, bucket)`` once per bucket, in the same order on all ranks,
+                when the gradients of the bucket are there; returns a future that holds one tensor
+                with the reduced values. `bucket` is a `fusedddp.comm_hooks.GradBucket`, with the
+                methods of ``torch.distributed.GradBucket``; its buffer is not divided by the number
+                of ranks, nor is the result. The hooks of
+                ``torch.distributed.algorithms.ddp_comm_hooks`` can be used as they are.
+
+        Raises:
+            TypeError, ValueError: `hook` cannot be one.
+            RuntimeError: there is a hook already, or a backward is under way.
+        """
+        self._set_comm_hook(CommHook(state, hook))
+        self._comm_hooks.append((hook, state))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        self._set_comm_hook(builtin_comm_hook(comm_hook_type, self.process_group))
+
+    def _set_comm_hook(self, hook: CommHook) -> None:
+        self.reducer.set_comm_hook(hook)
+
+    def join_hook(self, **kwargs: Any) -> MirrorSteps:
+        """What `join` calls on a rank that ran out of data.
+
+        Args:
+            divide_by_initial_world_size: a mean divides by the number of all ranks (default), not
+                by that of the ranks that still have data.
+        """
+        return MirrorSteps(
+            self,
+            divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True),
+        )
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Averages over other ranks from the next backward on. A comm hook has to see to itself."""
+        if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+            return
+        self.reducer.check_finalized()
+        self.process_group = require_group(new_process_group, "_update_process_group")
+        old = self.reducer
+        old.remove_hooks()
+        self._build_reducer(old.options, old.comm_hook)
+        self.reducer.take_over(old)
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
@@ -407,8 +548,15 @@ class FusedDDP(DistributedDataParallel):
         for name in ("process_group", "reducer", "device_mesh"):
             state.pop(name, None)
         # Rebuilt from the module, so that copies do not share tensors with the original.
-        for name in ("_module_parameters", "modules_buffers", "named_module_buffers"):
+        for name in (
+            "_module_parameters",
+            "modules_buffers",
+            "named_module_buffers",
+            "_owners",
+            "_optimized_in_backward",
+        ):
             state.pop(name, None)
+        state["_lazy_init_ran"] = False
         state["_options"] = self.reducer.options
         return state
 
@@ -418,6 +566,7 @@ class FusedDDP(DistributedDataParallel):
         Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self.process_group = group
         self._module_parameters = [p for _, p in self._named_replicas()]
+        self._optimized_in_backward = []
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         self._build_reducer(options)
 
@@ -467,30 +616,33 @@ def _not_there_yet(name: str, instead: str) -> Any:
 
 
 for _name, _instead in {
-    "join": "Give every rank the same number of batches, or drop the last ones.",
-    "join_hook": "Give every rank the same number of batches, or drop the last ones.",
-    "register_comm_hook": "Leave it out; all_reduce_gradients has a reduce_dtype.",
-    "_register_builtin_comm_hook": "Leave the hook out.",
-    "_register_buffer_comm_hook": "Buffers are broadcast from rank 0.",
-    "_register_fused_optim": "Call optimizer.step() after backward.",
     "_get_ddp_logging_data": "The bucket plan is in model.reducer.layout.",
     "_set_ddp_runtime_logging_sample_rate": "Use torch.profiler.",
     "_set_sparse_metadata": "Use dense embeddings.",
-    "_update_process_group": "Wrap model.module again over the new group.",
 }.items():
     setattr(FusedDDP, _name, _not_there_yet(_name, _instead))
 
 
-def _weakly(wrapper: FusedDDP, method: Callable[[FusedDDP], _T]) -> Callable[[], _T]:
+def _weakly(wrapper: FusedDDP, method: Callable[Concatenate[FusedDDP, _P], _T]) -> Callable[_P, _T]:
     """`method` of `wrapper` without a reference cycle: it dies, with hooks and buckets, at once."""
     reference = weakref.ref(wrapper)
 
-    def call() -> _T:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         alive = reference()
         assert alive is not None  # it holds the reducer, which is what calls
-        return method(alive)
+        return method(alive, *args, **kwargs)
 
     return call
+
+
+def _owners_of(module: Module, params: Sequence[Parameter]) -> list[tuple[Module, str]]:
+    """For each parameter a submodule that has it, and its name there."""
+    owners = {
+        id(param): (submodule, name)
+        for submodule in module.modules()
+        for name, param in submodule.named_parameters(recurse=False)
+    }
+    return [owners[id(param)] for param in params]
 
 
 def _inside_backward() -> bool:

@@ -47,7 +47,7 @@ def reduce_gradients(
         on_mismatch: called on all ranks when they pass different parameters; may say which.
 
     Returns:
-        Indices of the parameters that lacked a gradient on any rank.
+        For each parameter the number of ranks that lacked a gradient.
 
     Raises:
         RuntimeError: ranks pass different parameters, or a collective failed. After the latter no
@@ -67,15 +67,15 @@ def reduce_gradients(
         raise RuntimeError(
             "expected the same arguments and parameters on all ranks, found different ones"
         )
-    lacking: list[int] = []
+    num_lacking = [0] * len(params)
     nowhere: frozenset[int] = frozenset()
     if num_absent:
         counts = torch.zeros(len(params), dtype=torch.int32)
         counts[absent] = 1
         counts = counts.to(device)
         dist.all_reduce(counts, group=collective.group)
-        lacking = counts.nonzero().flatten().tolist()
-        nowhere = frozenset((counts == collective.world_size).nonzero().flatten().tolist())
+        num_lacking = counts.tolist()
+        nowhere = frozenset(i for i, n in enumerate(num_lacking) if n == collective.world_size)
     layout = _layout(specs, nowhere, collective.world_size, bucket_cap_bytes)
     in_flight: deque[Bucket] = deque()
 
@@ -98,7 +98,7 @@ def reduce_gradients(
         for param in params:
             param.grad = None  # some are reduced and some are not, and nothing tells which
         raise
-    return lacking
+    return num_lacking
 
 
 # Most calls repeat the last one.
@@ -119,14 +119,23 @@ def _layout(
 
 
 def param_specs(
-    params: Sequence[Parameter], reduce_dtype: torch.dtype | None = None
+    params: Sequence[Parameter],
+    reduce_dtype: torch.dtype | None = None,
+    *,
+    keeps_dtype: bool = False,
 ) -> list[ParamSpec]:
+    """What the layout needs to know of `params`.
+
+    Args:
+        reduce_dtype: dtype on the wire; None for the one that `wire_dtype` recommends.
+        keeps_dtype: the wire has the parameter's own dtype, recommended or not.
+    """
     return [
         ParamSpec(
             tuple(p.shape),
             p.dtype,
             p.device,
-            reduce_dtype or wire_dtype(p.dtype, p.device),
+            None if keeps_dtype else reduce_dtype or wire_dtype(p.dtype, p.device),
             p.stride(),
         )
         for p in params

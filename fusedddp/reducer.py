@@ -9,29 +9,31 @@ import enum
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer
 
 from fusedddp.bucket import Bucket, Chunk
 from fusedddp.collectives import Collective
+from fusedddp.comm_hooks import CommHook
 from fusedddp.config import Options
-from fusedddp.control import Control, ControlReading
+from fusedddp.control import ControlReading
 from fusedddp.hooks import ParamHooks
-from fusedddp.layout import Layout, build_layout
-from fusedddp.one_shot import param_specs, reduce_gradients
+from fusedddp.layout import Layout
+from fusedddp.one_shot import reduce_gradients
+from fusedddp.optimizers import StepWatch, params_of
+from fusedddp.plan import Plan
+from fusedddp.recording import Recording
 
 logger = logging.getLogger(__name__)
 
 # The first round reduces in pieces of about this size, so that its memory is little more than that
 # of the gradients.
 _FIRST_ROUND_BYTES = 256 * 1024
-# On CPU gradients are copied while they are still in cache, in chunks of up to half of a 512 KiB
-# second-level cache, the smallest in common use.
-_CACHED_BYTES = 256 * 1024
 
 # Note [Rounds]
 # ~~~~~~~~~~~~~
@@ -39,18 +41,8 @@ _CACHED_BYTES = 256 * 1024
 # each rank that takes part in it issues one round: gradients that did not come are zeros, and a
 # backward that an exception ended is completed with zeros before the next forward. So ranks never
 # pair different collectives. A backward in which no parameter of the wrapper received anything
-# (torch.autograd.grad) is no round.
-
-# Note [The flag]
-# ~~~~~~~~~~~~~~~
-# In most rounds every rank has every gradient and nothing more need be said. A rank that lacks
-# some, or got some too late, must tell the others. A second small collective in each round was seen
-# to cost 2 to 4 ms on two gloo ranks that share two cores, a fifth of the whole tax for a small
-# model. So where reading a value is free, which is on CPU, the last bucket has one more element: a
-# rank that has something to say sets it, all ranks see that it is not zero, and only then issue the
-# control exchange. On an accelerator reading would make the host wait for the device; there the
-# exchange is issued in every round, but only if unused parameters are allowed, and read only by
-# ranks that lack something.
+# (torch.autograd.grad) is no round, unless parameters may be unused and it would have accumulated.
+# A rank without data issues a round of zeros (`skip_round`).
 
 
 class Phase(enum.Enum):
@@ -67,14 +59,17 @@ class Reducer:
 
     Args:
         trained: names and parameters to average, in an order that is the same on all ranks.
-        frozen: names and parameters that require no gradient now, and must not start to.
+        frozen: names and parameters that require no gradient now. Unfreezing them makes this
+            reducer outdated.
         group: the process group.
         options: the wrapper's options.
         requires_sync: tells whether a backward that begins now is to be reduced.
-        on_round: called in every round once all buckets are launched; returns what is to be
+        on_launched: called in every round once all buckets are launched; returns what is to be
             called after they are waited for.
-        check_params: called when a backward through the wrapper reached no parameter; raises if
-            the module has others by now.
+        on_reduced: called at the end of every round, with the gradients handed out.
+        check_params: called with indices of parameters that received no gradient; raises if the
+            module has others in their place by now.
+        comm_hook: what reduces buckets instead of an all-reduce.
     """
 
     def __init__(
@@ -85,21 +80,25 @@ class Reducer:
         options: Options,
         *,
         requires_sync: Callable[[], bool],
-        on_round: Callable[[], Callable[[], None]],
-        check_params: Callable[[], None],
+        on_launched: Callable[[], Callable[[], None]],
+        on_reduced: Callable[[], None],
+        check_params: Callable[[Sequence[int]], None],
+        comm_hook: CommHook | None = None,
     ) -> None:
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
+        self.device = self.params[0].device
         self.options = options
         self.collective = Collective(group)
-        self._phase = Phase.IDLE
-        self.layout: Layout | None = None
-        self.buckets: list[Bucket] = []
+        self.comm_hook = comm_hook
+        self.plan: Plan | None = None
         self.num_rounds = 0
-        # See Note [The flag].
-        self._reads_freely = all(param.device.type == "cpu" for param in self.params)
+        self._frozen = [param for _, param in frozen]
+        self._has_frozen_since = False
+        self._phase = Phase.IDLE
         self._requires_sync = requires_sync
-        self._on_round = on_round
+        self._on_launched = on_launched
+        self._on_reduced = on_reduced
         self._check_params = check_params
         # Whether a backward is reduced whose forward returned no tensor that could carry a hook.
         self._hidden_forward_syncs = True
@@ -109,19 +108,37 @@ class Reducer:
         # reduction since the last round.
         self._fired = bytearray(len(self.params))
         self._fired_before = bytearray(len(self.params))
-        # Parameters that fired more than once in the first backward are final only at its end.
-        self._waits_for_end: frozenset[int] = frozenset()
-        self._places: list[tuple[Bucket, int]] = []
-        self._chunks: list[tuple[Bucket, Chunk]] = []
-        self._notes_producers = not self._reads_freely
+        self._notes_producers = any(param.device.type != "cpu" for param in self.params)
         # Parameters that lacked a gradient here, and on other ranks, in every round since the last
         # forward; None before the first of them.
         self._lacking: tuple[set[int], set[int]] | None = None
-        # Parameters in the order in which they last fired, and how often each did.
-        self._order: dict[int, None] = {}
-        self._fire_counts: list[int] = []
+        # What `.grad` was after a backward that was to be reduced and delivered nothing.
+        self._undelivered: list[Tensor | None] | None = None
+        # Whether this backward accumulates into leaves, which torch.autograd.grad does not.
+        self._accumulates = False
+        self._late: list[int] = []
+        self._overtaken: list[int] = []
+        reducer_ref = weakref.ref(self)
+
+        def check_step(optimizer: Optimizer) -> None:
+            reducer = reducer_ref()
+            if reducer is not None:
+                reducer.check_step(optimizer)
+
+        self._watch = StepWatch(check_step)
+        weakref.finalize(self, self._watch.stop).atexit = False
         self._start_backward_state()
         self._hooks = ParamHooks(self, self.params, frozen)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order of their launch; none before the first round."""
+        return [] if self.plan is None else self.plan.buckets
+
+    @property
+    def layout(self) -> Layout | None:
+        """Which gradient lies where; None before the first round."""
+        return None if self.plan is None else self.plan.layout
 
     @property
     def phase(self) -> Phase:
@@ -137,6 +154,21 @@ class Reducer:
         """Takes the hooks off the parameters; backwards are local from then on."""
         self._hooks.remove()
 
+    def set_comm_hook(self, hook: CommHook) -> None:
+        """Reduces by `hook` from the next backward on. Every rank must call it.
+
+        Raises:
+            RuntimeError: there is one already, or a backward is under way.
+        """
+        if self.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. Found "
+                f"{self.comm_hook.name}; wrap the module again to use another hook."
+            )
+        self.check_finalized()
+        self.comm_hook = hook
+        self.plan = None
+
     # -- gradients arrive ------------------------------------------------------------------------
 
     def mark_ready(self, index: int, param: Tensor) -> None:
@@ -149,7 +181,8 @@ class Reducer:
         if self.phase is Phase.IDLE:
             self._begin_backward(self._hidden_forward_syncs)
         if self.phase is Phase.REDUCING:
-            bucket, chunk = self._chunks[index]
+            assert self.plan is not None
+            bucket, chunk = self.plan.chunks[index]
             if self._notes_producers:
                 bucket.note_producer()
             chunk.arrived.append(index)
@@ -163,16 +196,15 @@ class Reducer:
             self._refuse_sparse(index)
         self._fired[index] = 1
         if self.phase is Phase.RECORDING:
-            self._order.pop(index, None)  # ordered by the last time it fires
-            self._order[index] = None
-            self._fire_counts[index] += 1
+            self._recording.note(index)
 
     def take_chunk(self, index: int, param: Tensor) -> None:
         """Moves a chunk into its bucket if all its gradients are there; that of `index` is last.
 
         A chunk that is not taken here is taken at the end of the backward.
         """
-        bucket, chunk = self._chunks[index]
+        assert self.plan is not None
+        bucket, chunk = self.plan.chunks[index]
         gradients = chunk.gradients()
         if not chunk.is_complete(gradients):
             return
@@ -185,31 +217,17 @@ class Reducer:
             self._record_anew(chunk)
             return
         bucket.take(chunk, gradients)
-        # The last bucket is launched at the end of the backward, when this rank knows whether it
-        # has to raise the flag. Its last gradient is nearly always the last of the backward.
         if not bucket.num_untaken:
-            while self._next < len(self.buckets) - 1 and not self.buckets[self._next].num_untaken:
-                self.buckets[self._next].launch()
-                self._next += 1
+            self.plan.launch_full_buckets()
 
     def _gather_arrivals(self) -> None:
         """Notes which parameters fired while gradients were reduced, and which did so too late."""
-        chunks = [chunk for bucket in self.buckets for chunk in bucket.chunks]
-        if chunks and all([c.is_taken and len(c.arrived) == c.takes_at for c in chunks]):
-            self._fired = bytearray(b"\1") * len(self.params)
-            return
-        late = set()
-        for chunk in chunks:
-            # What arrived after the chunk was taken is late. An undefined gradient is none.
-            on_time = len(chunk.params) if chunk.is_taken else len(chunk.arrived)
-            for index in chunk.arrived[:on_time]:
-                if chunk.is_taken or self.params[index].grad is not None:
-                    self._fired[index] = 1
-            late |= {i for i in chunk.arrived[on_time:] if self.params[i].grad is not None}
-        self._late: list[int] = sorted(late)
+        if self.phase is Phase.REDUCING:
+            assert self.plan is not None
+            self._fired, self._late = self.plan.arrivals()
 
     def _record_anew(self, chunk: Chunk) -> None:
-        """Drops the layout, because the module was changed: this backward is recorded instead.
+        """Drops the plan, because the module was changed: this backward is recorded instead.
 
         Args:
             chunk: one with a gradient that does not fit.
@@ -219,23 +237,26 @@ class Reducer:
             NotImplementedError: the gradient is sparse.
         """
         misfit = chunk.find_misfit()
-        assert misfit is not None
+        assert misfit is not None and self.plan is not None
         param, (dtype, shape, _) = misfit
         assert param.grad is not None
         index = next(i for i, other in enumerate(self.params) if other is param)
         if param.grad.is_sparse:
             self._refuse_sparse(index)
-        if any(other.is_taken for bucket in self.buckets for other in bucket.chunks):
+        if self.plan.has_taken_any():
             raise RuntimeError(
                 f"expected the gradient of {self.names[index]} to be of {dtype} and shape "
                 f"{tuple(shape)}, as when the buckets were laid out, found {param.grad.dtype} and "
                 f"{tuple(param.grad.shape)}. Wrap the module again after changing a part of it."
             )
-        self._gather_arrivals()
-        self.layout, self.buckets, self._places, self._chunks = None, [], [], []
+        if self.phase is Phase.REDUCING:
+            self._gather_arrivals()
+        self.plan = None
+        self._recording = Recording(len(self.params))
+        for arrived, has_fired in enumerate(self._fired):
+            if has_fired:
+                self._recording.note(arrived)
         self.phase = Phase.RECORDING
-        self._order = {i: None for i, fired in enumerate(self._fired) if fired}
-        self._fire_counts = list(self._fired)
 
     def _refuse_sparse(self, index: int) -> NoReturn:
         raise NotImplementedError(
@@ -244,7 +265,7 @@ class Reducer:
             "_set_params_and_buffers_to_ignore_for_model."
         )
 
-    # -- phases ----------------------------------------------------------------------------------
+    # -- forwards --------------------------------------------------------------------------------
 
     def prepare_for_forward(self, sync: bool = True) -> None:
         """Called before a forward that may lead to a backward.
@@ -265,6 +286,24 @@ class Reducer:
             if (here or elsewhere) and not self.options.allows_unused:
                 raise RuntimeError(self._describe_unfinished(sorted(here), sorted(elsewhere)))
 
+    def is_outdated(self) -> bool:
+        """Whether other parameters require a gradient now, or the module has been moved.
+
+        Asks every parameter that was frozen, but those that were trained only after a round that
+        lacked one which is frozen by now: with 100,000 parameters asking takes 9 ms.
+        """
+        may_be_frozen, self._has_frozen_since = self._has_frozen_since, False
+        return (
+            self.params[0].device != self.device
+            or any([param.requires_grad for param in self._frozen])
+            or (may_be_frozen and not all([param.requires_grad for param in self.params]))
+        )
+
+    def take_over(self, other: Reducer) -> None:
+        """Counts what was accumulated without reduction under a reducer that this one replaces."""
+        before = {id(p): fired for p, fired in zip(other.params, other._fired_before, strict=True)}
+        self._fired_before = bytearray(before.get(id(param), 0) for param in self.params)
+
     def prepare_for_backward(self, outputs: Iterable[Tensor], sync: bool = True) -> None:
         """Called after a forward, with the tensors that it returned.
 
@@ -272,28 +311,32 @@ class Reducer:
             outputs: a backward through any of them is one through the wrapper.
             sync: whether that backward is to be reduced.
         """
-        reducer_ref = weakref.ref(self)
-
-        def hook(grad: Tensor) -> None:
-            reducer = reducer_ref()
-            if reducer is not None:
-                reducer._output_hook(sync)
-
         self._hidden_forward_syncs = sync
         for output in outputs:
-            if output.grad_fn is not None:  # a leaf would keep the hook for ever
-                output.register_hook(hook)  # type: ignore[no-untyped-call]
-                self._hidden_forward_syncs = True
+            if output.grad_fn is None:  # a leaf would keep the hook for ever
+                continue
+            leaf = _nearest_leaf(output.grad_fn) if self.options.find_unused_parameters else None
+            output.register_hook(_make_output_hook(weakref.ref(self), sync, leaf))  # type: ignore[no-untyped-call]
+            self._hidden_forward_syncs = True
 
-    def _output_hook(self, sync: bool) -> None:
-        """A backward has reached an output of a forward; it is the outermost one, mostly."""
+    def reach_output(self, sync: bool, leaf: Any) -> None:
+        """A backward has reached an output of a forward; it is the outermost one, mostly.
+
+        Args:
+            sync: whether a backward through that output is to be reduced.
+            leaf: a node that accumulates into a leaf below the output, if any is known.
+        """
         self._drop_stale()
         if self.phase is Phase.IDLE:
             self._begin_backward(sync)
         elif self.phase is Phase.LOCAL and sync and self._requires_sync():
             # It began at an output made under no_sync, and reaches one that is to be reduced. What
             # has fired so far is taken at the end.
-            self.phase = Phase.RECORDING if self.layout is None else Phase.REDUCING
+            self.phase = Phase.RECORDING if self.plan is None else Phase.REDUCING
+        if leaf is not None and not self._accumulates:
+            self._accumulates = _will_accumulate(leaf)
+
+    # -- backwards -------------------------------------------------------------------------------
 
     def _drop_stale(self, index: int | None = None) -> None:
         """Completes an earlier backward that an exception ended, now that another one has begun.
@@ -313,22 +356,24 @@ class Reducer:
             )
 
     def _start_backward_state(self) -> None:
-        self._next = 0
         self._fired = bytearray(len(self.params))
-        for bucket in self.buckets:
-            bucket.start_round(self._waits_for_end)
+        if self.plan is not None:
+            self.plan.start_round()
+        else:
+            self._recording = Recording(len(self.params))
         self._late = []
-        self._overtaken: list[int] = []
-        self._order = {}
-        self._fire_counts = [0] * len(self.params) if self.layout is None else []
+        self._overtaken = []
+        self._accumulates = False
 
-    def _begin_backward(self, sync: bool) -> Phase:
+    def _begin_backward(self, sync: bool) -> None:
         self._start_backward_state()
         self._graph_task = torch._C._current_graph_task_id()
         if not (self._requires_sync() and sync):
             self.phase = Phase.LOCAL
         else:
-            self.phase = Phase.RECORDING if self.layout is None else Phase.REDUCING
+            self.phase = Phase.RECORDING if self.plan is None else Phase.REDUCING
+            self._undelivered = None
+            self._watch.start()
         reducer_ref = weakref.ref(self)
 
         def callback() -> None:
@@ -338,29 +383,31 @@ class Reducer:
 
         self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-        return self.phase
 
     def finalize_backward(self) -> None:
         """The end of the outermost backward: completes the round that it began."""
-        phase = self.phase
         try:
             self._gather_arrivals()
-            if phase is Phase.LOCAL:
+            if self.phase is Phase.LOCAL:
                 self._fired_before = _either(self._fired_before, self._fired)
                 self._hidden_forward_syncs = True  # what a forward under no_sync asked for is done
-            elif 1 in self._fired:
+                if 1 in self._fired:
+                    self.note_delivery()
+            elif 1 in self._fired or (
+                self._accumulates and any(p.requires_grad for p in self.params)
+            ):
                 self._complete_round()
             else:
-                self._check_params()
-                self._check_hooks(range(len(self.params)))
+                self._check_absent(range(len(self.params)))
+                self._undelivered = [param.grad for param in self.params]
         except BaseException:
             self._abandon()
             raise
         finally:
             self.phase = Phase.IDLE
 
-    def _check_hooks(self, indices: Iterable[int]) -> None:
-        """Raises RuntimeError if the hook of a parameter without a gradient is gone."""
+    def _check_absent(self, indices: Sequence[int]) -> None:
+        """Raises RuntimeError if it is the module that changed, where gradients did not arrive."""
         lost = next((i for i in indices if self._hooks.is_lost(i)), None)
         if lost is not None:
             raise RuntimeError(
@@ -369,6 +416,61 @@ class Reducer:
                 "conversions with torch.__future__.set_swap_module_params_on_conversion. Wrap the "
                 "module again after converting it."
             )
+        self._check_params(indices)
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Called before an optimizer steps, while gradients may not be what it takes them for.
+
+        Raises:
+            RuntimeError: the optimizer would step on a gradient of this rank only.
+        """
+        stepped = params_of(optimizer)
+        if self.phase is not Phase.IDLE:
+            if torch._C._current_graph_task_id() == self._graph_task:
+                index = next((i for i, p in enumerate(self.params) if id(p) in stepped), None)
+                if index is not None:
+                    raise RuntimeError(
+                        "expected optimizers to step after the backward, found one that steps on "
+                        f"{self.names[index]} inside of it, where its gradient is that of this "
+                        "rank only. Step after the backward, or hand the optimizer over by "
+                        "torch.distributed.optim._apply_optimizer_in_backward."
+                    )
+        elif self._undelivered is not None:
+            for name, param, before in zip(self.names, self.params, self._undelivered, strict=True):
+                if param.grad is not before and param.grad is not None and id(param) in stepped:
+                    raise RuntimeError(
+                        f"expected the gradient of {name} to come from a backward that reduces it, "
+                        "found one that was assigned after torch.autograd.grad, which reduces "
+                        "nothing, so that ranks would drift apart. Call "
+                        "fusedddp.all_reduce_gradients(model) before the optimizer steps; or, if "
+                        "you reduce it yourself, run torch.autograd.grad under model.no_sync()."
+                    )
+
+    def note_delivery(self) -> None:
+        """Gradients have been reduced, or were meant to be local: optimizers may step."""
+        self._undelivered = None
+        self._watch.stop()
+
+    def skip_round(self) -> None:
+        """Takes part in a round without contributing, and gets its gradients. Collective."""
+        if self.phase is not Phase.IDLE:
+            self._gather_arrivals()
+            logger.warning("The last backward ended in an exception; what it left is dropped.")
+            for index, fired in enumerate(_either(self._fired, self._fired_before)):
+                if fired:
+                    self.params[index].grad = None
+            self._fired = bytearray(len(self.params))
+            self._fired_before = bytearray(len(self.params))
+            self._late = []
+        else:
+            self._start_backward_state()
+        try:
+            self._complete_round(is_skipped=True)
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self.phase = Phase.IDLE
 
     def _complete_abandoned(self, keep: int | None = None) -> None:
         """Issues what is left of the round of a backward that an exception ended.
@@ -377,8 +479,8 @@ class Reducer:
             keep: a parameter that has received a gradient of the next backward already.
         """
         phase = self.phase
-        self.phase = Phase.IDLE
         self._gather_arrivals()
+        self.phase = Phase.IDLE
         if phase is Phase.LOCAL:
             self._fired_before = _either(self._fired_before, self._fired)
             return
@@ -391,15 +493,15 @@ class Reducer:
             param = self.params[index]
             if fired and index != keep:
                 param.grad = None
-            elif self._places:
-                bucket, slot = self._places[index]
+            elif self.plan is not None:
+                bucket, slot = self.plan.places[index]
                 bucket.set_aside(slot)
             left.append(param.grad)
             param.grad = None
         self._fired = bytearray(len(self.params))
         self._fired_before = bytearray(len(self.params))
         try:
-            self._complete_round(recording_was_abandoned=phase is Phase.RECORDING)
+            self._complete_round(was_abandoned=phase is Phase.RECORDING)
             self._lacking = None
         finally:
             self._abandon()
@@ -407,185 +509,119 @@ class Reducer:
                 param.grad = gradient
 
     def _abandon(self) -> None:
-        if self.layout is None:
+        if self.plan is None:
             for index, fired in enumerate(self._fired):
                 if fired:
                     self.params[index].grad = None
-        for bucket in self.buckets:
-            bucket.abandon()
+        else:
+            self.plan.abandon()
         self._start_backward_state()
         self._fired_before = bytearray(len(self.params))
 
     # -- rounds ----------------------------------------------------------------------------------
 
-    def _complete_round(self, *, recording_was_abandoned: bool = False) -> None:
-        shared = {index for index in self._overtaken if self._hooks.is_shared(index)}
-        self._waits_for_end |= shared
-        self._hooks.put_last(set(self._overtaken) - shared)
+    def _complete_round(self, *, was_abandoned: bool = False, is_skipped: bool = False) -> None:
+        if self._overtaken:
+            assert self.plan is not None
+            shared = {index for index in self._overtaken if self._hooks.is_shared(index)}
+            self.plan.waits_for_end |= shared
+            self._hooks.put_last(set(self._overtaken) - shared)
         if 0 in self._fired and 1 in self._fired_before:
             self._fired = _either(self._fired, self._fired_before)
-        untaken = (c for bucket in self.buckets for c in bucket.chunks if not c.is_taken)
-        misfit = next((chunk for chunk in untaken if chunk.find_misfit() is not None), None)
+        misfit = None if self.plan is None else self.plan.find_misfit()
         if misfit is not None:
             self._record_anew(misfit)
-        if self.layout is None:
-            self._first_round(recording_was_abandoned)
+        if self.plan is None:
+            self._first_round(was_abandoned=was_abandoned, is_skipped=is_skipped)
         else:
-            self._round()
+            self._round(is_skipped=is_skipped)
         self._fired_before = bytearray(len(self.params))
         self.num_rounds += 1
+        self.note_delivery()
+        self._on_reduced()
 
-    def _first_round(self, was_abandoned: bool) -> None:
+    def _first_round(self, *, was_abandoned: bool, is_skipped: bool) -> None:
         """Reduces what the recorded backward left, and lays the buckets out for all later ones."""
-        order, fire_counts, is_whole = self._agree_on_order(was_abandoned)
-        finish_buffers = self._on_round()
-        # In small pieces: all gradients are still there, so a bucket comes on top of them.
-        largest = max(p.numel() * p.element_size() for p in self.params)
-        lacking = reduce_gradients(
+        agreement = self._recording.agree(
+            self.collective.group,
+            self.device,
+            was_abandoned=was_abandoned,
+            is_skipped=is_skipped,
+            has_comm_hook=self.comm_hook is not None,
+        )
+        # A parameter of two wrappers is averaged by both, one after the other.
+        waits_for_end = {
+            index
+            for index, count in enumerate(agreement.fire_counts)
+            if count > 1 or self._hooks.is_shared(index)
+        }
+        plan = Plan(
             self.params,
+            agreement.order,
+            waits_for_end,
             self.collective,
-            bucket_cap_bytes=max(largest, _FIRST_ROUND_BYTES),
-            as_view=self.options.gradient_as_bucket_view,
-            present=self._fired,
-            ops=self.options.ops,
+            self.options,
+            self.comm_hook,
         )
-        finish_buffers()
-        self._note_lacking(lacking)
-        if is_whole:
-            # A parameter of two wrappers is averaged by both, one after the other.
-            self._waits_for_end = frozenset(
-                i for i, count in enumerate(fire_counts) if count > 1 or self._hooks.is_shared(i)
-            )
-            self._lay_out(order)
-
-    def _agree_on_order(self, was_abandoned: bool) -> tuple[list[int], list[int], bool]:
-        """Exchanges what was recorded. Collective.
-
-        Returns:
-            The order in which gradients arrived on rank 0; how often each parameter fired, at most
-            on any rank; whether all ranks saw their backward to its end.
-        """
-        group = self.collective.group
-        device = self.params[0].device
-        order = list(self._order)
-        order += [i for i in reversed(range(len(self.params))) if i not in self._order]
-        agreed = torch.tensor(order, dtype=torch.int32, device=device)
-        dist.broadcast(agreed, group=group, group_src=0)
-        counts = [*self._fire_counts, int(was_abandoned)]
-        maxima = torch.tensor(counts, dtype=torch.int32, device=device)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        *fire_counts, any_abandoned = maxima.tolist()
-        return agreed.tolist(), fire_counts, not any_abandoned
-
-    def _lay_out(self, order: Sequence[int]) -> None:
-        self.layout = build_layout(
-            param_specs(self.params),
-            # Parameters that are final only at the end would hold back the buckets after theirs.
-            sorted(order, key=lambda index: index in self._waits_for_end),
-            world_size=self.collective.world_size,
-            bucket_cap_bytes=self.options.bucket_cap_bytes,
-            first_bucket_cap_bytes=self._first_bucket_cap_bytes(),
-            has_flag=self._reads_freely,
-            chunk_bytes=_CACHED_BYTES if self._reads_freely else None,
-        )
-        self.buckets = [
-            Bucket(
-                layout,
-                [self.params[i] for i in layout.params],
+        if self.comm_hook is not None:
+            self._adopt(plan)
+            self._round(is_skipped=is_skipped)
+        else:
+            finish_buffers = self._on_launched()
+            # In small pieces: all gradients are still there, so a bucket comes on top of them.
+            largest = max(p.numel() * p.element_size() for p in self.params)
+            num_lacking = reduce_gradients(
+                self.params,
                 self.collective,
+                bucket_cap_bytes=max(largest, _FIRST_ROUND_BYTES),
                 as_view=self.options.gradient_as_bucket_view,
+                present=self._fired,
                 ops=self.options.ops,
             )
-            for layout in self.layout.buckets
-        ]
-        places: dict[int, tuple[Bucket, int]] = {}
-        chunks: dict[int, tuple[Bucket, Chunk]] = {}
-        for bucket in self.buckets:
-            for chunk in bucket.chunks:
-                for slot in range(chunk.start, chunk.start + len(chunk.params)):
-                    index = bucket.layout.params[slot]
-                    places[index], chunks[index] = (bucket, slot), (bucket, chunk)
-        self._places = [places[index] for index in range(len(self.params))]
-        self._chunks = [chunks[index] for index in range(len(self.params))]
-        self._hooks.bind([chunk for _, chunk in self._chunks])
+            finish_buffers()
+            num_skipped = self.collective.world_size - agreement.num_expected
+            self._note_lacking(
+                [i for i, count in enumerate(num_lacking) if count > num_skipped], is_skipped
+            )
+            if agreement.is_whole:
+                self._adopt(plan)
+        if not agreement.is_whole:
+            self.plan = None
 
-    def _first_bucket_cap_bytes(self) -> int:
-        """The cap of the first bucket; on CPU that of all buckets.
+    def _adopt(self, plan: Plan) -> None:
+        self.plan = plan
+        self._hooks.bind([chunk for _, chunk in plan.chunks])
 
-        A small bucket that leaves early gains overlap on a GPU. On CPU a collective runs on the
-        cores that the backward needs, and one more of them costs more than it hides: 17.5 against
-        14.9 ms of synchronisation for 400 gradients of 64x64 on two gloo ranks on two cores.
-        """
-        if self._reads_freely:
-            return self.options.bucket_cap_bytes
-        return self.options.first_bucket_cap_bytes
-
-    def _round(self) -> None:
-        """Completes the round of all buckets. See Note [The flag]."""
+    def _round(self, *, is_skipped: bool) -> None:
+        assert self.plan is not None
         absent = [i for i, fired in enumerate(self._fired) if not fired] if 0 in self._fired else []
-        kept: dict[int, Tensor | None] = {}
-        for index in absent:
-            bucket, slot = self._places[index]
-            kept[index] = None if bucket.is_launched else bucket.set_aside(slot)
-        for bucket in self.buckets[self._next :]:
-            bucket.launch(flag=bool(absent or self._late))
-        control = None
-        if not self._reads_freely and self.options.allows_unused:
-            control = self._start_control()
-        finish_buffers = self._on_round()
-        late = {index: self.params[index].grad for index in self._late}
-        absent_slots: dict[Bucket, list[int]] = {}
-        for index in absent:
-            bucket, slot = self._places[index]
-            absent_slots.setdefault(bucket, []).append(slot)
-        for bucket in self.buckets:
-            bucket.hand_out(absent_slots.get(bucket, ()))
-        for bucket in self.buckets:
-            bucket.wait()
-        if self._reads_freely and self.buckets[-1].is_flagged():
-            control = self._start_control()
-        reading = None
-        if control is not None:
-            control.wait()
-            if self._reads_freely or absent or late:
-                reading = control.read()
-        restore: dict[Bucket, dict[int, Tensor | None]] = {}
-        for index, gradient in kept.items():
-            if reading is not None and not reading.num_ranks[index]:
-                bucket, slot = self._places[index]
-                restore.setdefault(bucket, {})[slot] = gradient
-        for bucket in self.buckets:
-            bucket.finish(restore.get(bucket))
-        finish_buffers()
+        reading, late = self.plan.complete_round(
+            self._fired,
+            self._late,
+            round_index=self.num_rounds,
+            is_skipped=is_skipped,
+            on_launched=self._on_launched,
+        )
         if late or reading is not None:
             self._settle_late(late, reading)
         if reading is not None:
-            self._note_lacking(
-                (reading.num_ranks < self.collective.world_size).nonzero().flatten().tolist()
-            )
-        else:
-            self._note_lacking(absent)
-        self._check_hooks(absent)
+            absent = (reading.num_ranks < reading.num_expected).nonzero().flatten().tolist()
+        self._note_lacking(absent, is_skipped)
+        if absent and not is_skipped:
+            self._check_absent([i for i in absent if not self._fired[i]])
 
-    def _start_control(self) -> Control:
-        assert self.layout is not None
-        return Control(
-            self.collective.group,
-            self.buckets[0].device,
-            self.num_rounds,
-            self.layout.checksum,
-            self._fired,
-            self._late,
-        )
-
-    def _note_lacking(self, lacking: list[int]) -> None:
+    def _note_lacking(self, lacking: list[int], is_skipped: bool) -> None:
         """Remembers parameters without a gradient on some rank, for the next forward to raise.
 
         Several backwards of one forward, or a nested one that ends early, are several rounds; what
-        any of them brought is not lacking.
+        any of them brought is not lacking. What is frozen by now is not expected to bring any.
         """
-        here = {i for i in lacking if not self._fired[i]}
-        elsewhere = set(lacking) - here
+        frozen = {i for i in lacking if not self.params[i].requires_grad}
+        self._has_frozen_since |= bool(frozen)
+        here = set() if is_skipped else {i for i in lacking if not self._fired[i]} - frozen
+        elsewhere = set(lacking) - here - frozen
+        if is_skipped:
+            elsewhere = set()
         if self._lacking is not None:
             here &= self._lacking[0]
             elsewhere &= self._lacking[1]
@@ -596,7 +632,8 @@ class Reducer:
 
         All ranks know of them where the exchange is read everywhere; else this raises.
         """
-        if not self._reads_freely or reading is None:
+        assert self.plan is not None
+        if not self.plan.reads_freely or reading is None:
             if late:
                 raise RuntimeError(
                     "expected each of these parameters to receive its last gradient before its "
@@ -609,7 +646,7 @@ class Reducer:
         indices = reading.is_late.nonzero().flatten().tolist()
         if not indices:
             return
-        self._waits_for_end |= frozenset(indices)
+        self.plan.waits_for_end |= frozenset(indices)
         params = [self.params[i] for i in indices]
         reduced = [param.grad for param in params]
         for param, index in zip(params, indices, strict=True):
@@ -652,6 +689,42 @@ class Reducer:
             "that every output of forward takes part in the loss."
         )
         return "\n".join(lines)
+
+
+def _make_output_hook(
+    reference: weakref.ref[Reducer], sync: bool, leaf: Any
+) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        reducer = reference()
+        if reducer is not None:
+            reducer.reach_output(sync, leaf)
+
+    return hook
+
+
+def _nearest_leaf(node: Any) -> Any:
+    """A node under `node` that accumulates into a leaf, or None; breadth first, it is near."""
+    seen, level = {node}, [node]
+    while level:
+        below = []
+        for current in level:
+            for child, _ in current.next_functions:
+                if child is None or child in seen:
+                    continue
+                if hasattr(child, "variable"):
+                    return child
+                seen.add(child)
+                below.append(child)
+        level = below
+    return None
+
+
+def _will_accumulate(leaf: Any) -> bool:
+    """Whether the running backward accumulates into leaves: backward() does, autograd.grad not."""
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # what it says of the inputs of autograd.grad
+        return False
 
 
 def _either(a: bytearray, b: bytearray) -> bytearray:

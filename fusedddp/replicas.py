@@ -98,8 +98,10 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     start_broadcast(chunk, group)()
 
 
-def start_broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
-    """Starts to give every rank the values that rank 0 of the group has. Collective.
+def start_broadcast(
+    tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0
+) -> Callable[[], None]:
+    """Starts to give every rank the values that rank `source` of the group has. Collective.
 
     Any mix of dtypes, shapes and strides travels as bytes, in one collective per device. Writing
     does not count as a change to autograd (a second forward before the backward of the first is
@@ -111,7 +113,7 @@ def start_broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> Call
     Returns:
         What to call in order to wait and to write the tensors.
     """
-    is_source = dist.get_rank(group) == 0
+    is_source = dist.get_rank(group) == source
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel():
@@ -130,7 +132,7 @@ def start_broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> Call
         ]
         if is_source:
             torch._foreach_copy_(views, members)
-        work = dist.broadcast(flat, group=group, group_src=0, async_op=True)
+        work = dist.broadcast(flat, group=group, group_src=source, async_op=True)
         assert work is not None
         pending.append((work, members, views))
 

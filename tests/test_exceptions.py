@@ -148,12 +148,12 @@ def check_failure_in_flight(rank: int) -> None:
     model = nn.Linear(4, 2)
     wrapped = fusedddp.wrap(model)
     wrapped(batch(0, rank, (3, 4))).sum().backward()
-    on_round = wrapped.reducer._on_round
+    on_round = wrapped.reducer._on_launched
 
     def fail() -> Any:
         raise RuntimeError("failed between launch and wait")
 
-    wrapped.reducer._on_round = fail
+    wrapped.reducer._on_launched = fail
     wrapped.zero_grad()
     loss = wrapped(batch(1, rank, (3, 4))).sum()
     if rank == 1:
@@ -161,7 +161,7 @@ def check_failure_in_flight(rank: int) -> None:
     with pytest.raises(RuntimeError, match="between launch and wait"):
         loss.backward()
     assert all(p.grad is None for p in model.parameters())
-    wrapped.reducer._on_round = on_round
+    wrapped.reducer._on_launched = on_round
     for step in range(2, 5):
         wrapped.zero_grad()
         want = mean_of_ranks(

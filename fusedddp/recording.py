@@ -1,0 +1,91 @@
+"""What is noted of the first backward that is reduced, and what ranks make of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Agreement(NamedTuple):
+    """What all ranks know after a recorded backward.
+
+    Attributes:
+        order: indices of all parameters in the order in which their gradients arrived on the
+            lowest rank that saw its backward to the end.
+        fire_counts: how often each parameter fired, at most on any rank.
+        is_whole: whether no rank's backward was ended by an exception, and any had one.
+        num_expected: how many ranks meant to contribute.
+    """
+
+    order: list[int]
+    fire_counts: list[int]
+    is_whole: bool
+    num_expected: int
+
+
+class Recording:
+    """The order in which parameters last fired in a backward, and how often each did."""
+
+    def __init__(self, num_params: int) -> None:
+        self._order: dict[int, None] = {}
+        self._fire_counts = [0] * num_params
+
+    def note(self, index: int) -> None:
+        self._order.pop(index, None)
+        self._order[index] = None
+        self._fire_counts[index] += 1
+
+    def agree(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        was_abandoned: bool,
+        is_skipped: bool,
+        has_comm_hook: bool,
+    ) -> Agreement:
+        """Exchanges what was recorded. Collective.
+
+        Args:
+            group: the process group.
+            device: where its backend reduces.
+            was_abandoned: an exception ended the backward.
+            is_skipped: this rank means to contribute nothing.
+            has_comm_hook: a comm hook reduces on this rank.
+
+        Raises:
+            RuntimeError: on all ranks, if a comm hook is registered on some of them only.
+        """
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        num_params = len(self._fire_counts)
+        skipped = [int(is_skipped and other == rank) for other in range(world_size)]
+        lowest = -rank if self._order and not was_abandoned else -world_size
+        mine = [
+            *self._fire_counts,
+            *skipped,
+            lowest,
+            int(was_abandoned),
+            int(has_comm_hook),
+            int(not has_comm_hook),
+        ]
+        maxima = torch.tensor(mine, dtype=torch.int32, device=device)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        *totals, lowest, any_abandoned, any_hook, any_without = maxima.tolist()
+        if any_hook and any_without:
+            raise RuntimeError(
+                "expected the same comm hook on all ranks, found that some ranks have one and some "
+                "have none. Call register_comm_hook on every rank before the first backward."
+            )
+        order = list(self._order)
+        order += [i for i in reversed(range(num_params)) if i not in self._order]
+        agreed = torch.tensor(order, dtype=torch.int32, device=device)
+        source = -lowest if -lowest < world_size else 0
+        dist.broadcast(agreed, group=group, group_src=source)
+        return Agreement(
+            agreed.tolist(),
+            totals[:num_params],
+            -lowest < world_size and not any_abandoned,
+            world_size - sum(totals[num_params:]),
+        )
