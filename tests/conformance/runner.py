@@ -133,24 +133,37 @@ class _Rank:
 def _serve(implementation: str, pipe: Connection) -> None:
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         with contextlib.suppress(_DriverIsGone):
-            tests = _import_tests(Path(folder))
-            # Children share the server's memory until it is written to; a collection would.
-            gc.collect()
-            gc.freeze()
-            for count in range(sys.maxsize):
-                try:
-                    name, mode, deadline_s = pipe.recv()
-                except EOFError:
-                    break
-                place = Path(folder, str(count))
-                # What the tests' barrier and some tests write to.
-                for below in ("barrier", "test_dir"):
-                    (place / below).mkdir(parents=True)
-                answer = _run_on_ranks(tests, implementation, name, mode, place, deadline_s, pipe)
-                shutil.rmtree(place)
-                pipe.send(answer)
+            _answer_requests(implementation, pipe, Path(folder))
     # Without taking down what was imported: the bindings of Triton report pages of leaks.
     os._exit(0)
+
+
+def _answer_requests(implementation: str, pipe: Connection, folder: Path) -> NoReturn:
+    tests, failure = None, None
+    try:
+        tests = _import_tests(folder)
+    except Exception as error:
+        failure = ("fail", f"the tests cannot be imported: {error!r}", traceback.format_exc())
+    # Children share the server's memory until it is written to, as a collection would.
+    gc.collect()
+    gc.freeze()
+    count = 0
+    while True:
+        try:
+            name, mode, deadline_s = pipe.recv()
+        except EOFError:
+            raise _DriverIsGone from None
+        if tests is None:
+            pipe.send(failure)
+            continue
+        count += 1
+        place = folder / str(count)
+        # What the tests' barrier and some tests write to.
+        for below in ("barrier", "test_dir"):
+            (place / below).mkdir(parents=True)
+        answer = _run_on_ranks(tests, implementation, name, mode, place, deadline_s, pipe)
+        shutil.rmtree(place)
+        pipe.send(answer)
 
 
 def _import_tests(folder: Path) -> ModuleType:
@@ -161,6 +174,7 @@ def _import_tests(folder: Path) -> ModuleType:
         WORLD_SIZE=str(WORLD_SIZE),
         INIT_METHOD=f"file://{folder}/unused",  # only its scheme is looked at
         CUDA_VISIBLE_DEVICES="",  # the same tests on a machine with GPUs
+        PYTORCH_PRINT_REPRO_ON_FAILURE="0",  # names a command that does not exist here
         TORCHINDUCTOR_COMPILE_THREADS="1",  # a pool of processes would outlive the ranks
     )
     import torch
