@@ -8,7 +8,7 @@ hand, with torch's DDP as well, which shows that the shim leaves them meaningful
 What passing does not prove:
 
 - That gradients are synchronised. A DDP that neither averages gradients nor starts from equal
-  parameters passed 36 of 82: they look at shapes, types or the API, or start and train equally on
+  parameters passed 36 of 81: they look at shapes, types or the API, or start and train equally on
   all ranks anyway. Values are held to DDP's bit for bit by ``tests/test_parity.py``.
 - Anything about GPUs. Under the shim there are no streams, no events and one device.
 - Anything about more than two ranks, or about a backend other than gloo.
