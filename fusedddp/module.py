@@ -30,6 +30,7 @@ from fusedddp.config import MIB, Options, bucket_caps, describe_options
 from fusedddp.process_group import require_group
 from fusedddp.reducer import Reducer
 from fusedddp.replicas import broadcast, describe, fail_together, start_broadcast, verify_same
+from fusedddp.sparse import sparse_params
 from fusedddp_kernels import Ops
 
 _T = TypeVar("_T")
@@ -57,9 +58,10 @@ class FusedDDP(DistributedDataParallel):
     ``state_dict`` keys and results, and ``isinstance(model, DistributedDataParallel)`` holds. None
     of DDP's C++ reducer is used.
 
-    After a backward every parameter's `.grad` holds the mean over ranks. Attributes and methods of
-    the inner module are found through the wrapper unless the wrapper has one of that name; a loss
-    computed by another method than ``forward`` is reduced all the same.
+    After a backward every parameter's `.grad` holds the mean over ranks: a sparse COO tensor for
+    the weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``. Attributes and
+    methods of the inner module are found through the wrapper unless the wrapper has one of that
+    name; a loss computed by another method than ``forward`` is reduced all the same.
 
     Args:
         module: the module, on the device where it trains.
@@ -187,9 +189,10 @@ class FusedDDP(DistributedDataParallel):
             keywords = describe_options(options)
             keywords.append(f"sync_buffers={self.forward_sync_buffers}")
             verify_same(self.process_group, keywords, "keywords of wrap")
+            sparse = sparse_params(module)
             verify_same(
                 self.process_group,
-                [describe(n, p) for n, p in self._named_replicas()],
+                [describe(n, p, is_sparse=id(p) in sparse) for n, p in self._named_replicas()],
                 "parameters",
             )
             if self.forward_sync_buffers or init_sync_buffers:
@@ -307,6 +310,7 @@ class FusedDDP(DistributedDataParallel):
     def _build_reducer(self, options: Options) -> None:
         trained = [(n, p) for n, p in self._named_replicas() if p.requires_grad]
         frozen = [(n, p) for n, p in self._named_replicas() if not p.requires_grad]
+        sparse = sparse_params(self.module)
         self.reducer = Reducer(
             trained,
             frozen,
@@ -315,6 +319,7 @@ class FusedDDP(DistributedDataParallel):
             requires_sync=_weakly(self, lambda wrapper: wrapper.require_backward_grad_sync),
             on_round=_weakly(self, lambda wrapper: wrapper._start_buffer_sync()),
             check_params=_weakly(self, lambda wrapper: wrapper._check_params()),
+            sparse=[i for i, (_, p) in enumerate(trained) if id(p) in sparse],
         )
 
     def _check_params(self) -> None:
@@ -393,6 +398,9 @@ class FusedDDP(DistributedDataParallel):
             return
         self.static_graph = True
         self.reducer.options = dataclasses.replace(self.reducer.options, static_graph=True)
+
+    def _set_sparse_metadata(self, global_unique_ids: Mapping[str, Tensor]) -> None:
+        """Accepts the rows that ranks will use, as DDP does, and needs none: any rows will do."""
 
     def _check_reducer_finalized(self) -> None:
         self.reducer.check_finalized()
@@ -475,7 +483,6 @@ for _name, _instead in {
     "_register_fused_optim": "Call optimizer.step() after backward.",
     "_get_ddp_logging_data": "The bucket plan is in model.reducer.layout.",
     "_set_ddp_runtime_logging_sample_rate": "Use torch.profiler.",
-    "_set_sparse_metadata": "Use dense embeddings.",
     "_update_process_group": "Wrap model.module again over the new group.",
 }.items():
     setattr(FusedDDP, _name, _not_there_yet(_name, _instead))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import enum
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from fusedddp.control import Control, ControlReading
 from fusedddp.hooks import ParamHooks
 from fusedddp.layout import Layout, build_layout
 from fusedddp.one_shot import param_specs, reduce_gradients
+from fusedddp.sparse import GradientLayouts, add_reduced, build_bucket
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class Reducer:
             called after they are waited for.
         check_params: called when a backward through the wrapper reached no parameter; raises if
             the module has others by now.
+        sparse: indices of those of `trained` whose gradients are sparse.
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class Reducer:
         requires_sync: Callable[[], bool],
         on_round: Callable[[], Callable[[], None]],
         check_params: Callable[[], None],
+        sparse: Collection[int] = (),
     ) -> None:
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
+        self._layouts = GradientLayouts(self.names, self.params, sparse)
         self.options = options
         self.collective = Collective(group)
         self._phase = Phase.IDLE
@@ -159,8 +162,6 @@ class Reducer:
         gradient = param.grad
         if gradient is None:  # an undefined gradient delivers nothing
             return
-        if gradient.is_sparse:
-            self._refuse_sparse(index)
         self._fired[index] = 1
         if self.phase is Phase.RECORDING:
             self._order.pop(index, None)  # ordered by the last time it fires
@@ -182,8 +183,11 @@ class Reducer:
             self._overtaken.append(index)
             return
         if not chunk.fits(gradients):
-            self._record_anew(chunk)
-            return
+            self._layouts.conform(bucket.layout.params[chunk.start : chunk.stop])
+            if chunk.find_misfit() is not None:
+                self._record_anew(chunk)
+                return
+            gradients = chunk.gradients()
         bucket.take(chunk, gradients)
         # The last bucket is launched at the end of the backward, when this rank knows whether it
         # has to raise the flag. Its last gradient is nearly always the last of the backward.
@@ -216,15 +220,12 @@ class Reducer:
 
         Raises:
             RuntimeError: part of this backward has been reduced for the old layout already.
-            NotImplementedError: the gradient is sparse.
         """
         misfit = chunk.find_misfit()
         assert misfit is not None
         param, (dtype, shape, _) = misfit
         assert param.grad is not None
         index = next(i for i, other in enumerate(self.params) if other is param)
-        if param.grad.is_sparse:
-            self._refuse_sparse(index)
         if any(other.is_taken for bucket in self.buckets for other in bucket.chunks):
             raise RuntimeError(
                 f"expected the gradient of {self.names[index]} to be of {dtype} and shape "
@@ -236,13 +237,6 @@ class Reducer:
         self.phase = Phase.RECORDING
         self._order = {i: None for i, fired in enumerate(self._fired) if fired}
         self._fire_counts = list(self._fired)
-
-    def _refuse_sparse(self, index: int) -> NoReturn:
-        raise NotImplementedError(
-            f"expected dense gradients, found a sparse one for {self.names[index]}; sparse "
-            "gradients are not there yet. Use a dense embedding, or leave the parameter out with "
-            "_set_params_and_buffers_to_ignore_for_model."
-        )
 
     # -- phases ----------------------------------------------------------------------------------
 
@@ -425,9 +419,12 @@ class Reducer:
         if 0 in self._fired and 1 in self._fired_before:
             self._fired = _either(self._fired, self._fired_before)
         untaken = (c for bucket in self.buckets for c in bucket.chunks if not c.is_taken)
-        misfit = next((chunk for chunk in untaken if chunk.find_misfit() is not None), None)
-        if misfit is not None:
-            self._record_anew(misfit)
+        misfits = [chunk for chunk in untaken if chunk.find_misfit() is not None]
+        if misfits or self.layout is None:
+            self._layouts.conform(range(len(self.params)))
+            misfits = [chunk for chunk in misfits if chunk.find_misfit() is not None]
+        if misfits:
+            self._record_anew(misfits[0])
         if self.layout is None:
             self._first_round(recording_was_abandoned)
         else:
@@ -440,7 +437,8 @@ class Reducer:
         order, fire_counts, is_whole = self._agree_on_order(was_abandoned)
         finish_buffers = self._on_round()
         # In small pieces: all gradients are still there, so a bucket comes on top of them.
-        largest = max(p.numel() * p.element_size() for p in self.params)
+        dense = (p for i, p in enumerate(self.params) if i not in self._layouts.sparse)
+        largest = max((p.numel() * p.element_size() for p in dense), default=0)
         lacking = reduce_gradients(
             self.params,
             self.collective,
@@ -479,7 +477,7 @@ class Reducer:
 
     def _lay_out(self, order: Sequence[int]) -> None:
         self.layout = build_layout(
-            param_specs(self.params),
+            param_specs(self.params, sparse=self._layouts.sparse),
             # Parameters that are final only at the end would hold back the buckets after theirs.
             sorted(order, key=lambda index: index in self._waits_for_end),
             world_size=self.collective.world_size,
@@ -489,7 +487,7 @@ class Reducer:
             chunk_bytes=_CACHED_BYTES if self._reads_freely else None,
         )
         self.buckets = [
-            Bucket(
+            build_bucket(
                 layout,
                 [self.params[i] for i in layout.params],
                 self.collective,
@@ -614,6 +612,7 @@ class Reducer:
         reduced = [param.grad for param in params]
         for param, index in zip(params, indices, strict=True):
             param.grad = late.get(index)
+        self._layouts.conform(indices)
         reduce_gradients(
             params,
             self.collective,
@@ -624,7 +623,9 @@ class Reducer:
             for param, gradient in zip(params, reduced, strict=True):
                 contribution = param.grad
                 assert contribution is not None
-                param.grad = contribution if gradient is None else gradient.add_(contribution)
+                param.grad = (
+                    contribution if gradient is None else add_reduced(gradient, contribution)
+                )
 
     def _describe_unfinished(self, here: list[int], elsewhere: list[int]) -> str:
         rank = dist.get_rank(self.collective.group)
