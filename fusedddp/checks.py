@@ -84,15 +84,6 @@ def check_module(module: Module) -> None:
             )
         if param.layout != torch.strided:
             raise NotImplementedError(f"expected dense parameters, found {param.layout} for {name}")
-    for name, submodule in module.named_modules():
-        if not isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            continue
-        weight = f"{name}.weight" if name else "weight"
-        if submodule.sparse and submodule.weight.requires_grad and weight not in ignored:
-            raise NotImplementedError(
-                "sparse gradients are not there yet: expected dense ones, found sparse=True for "
-                f"{weight}. Build the embedding with sparse=False."
-            )
 
 
 def device_index(device: int | torch.device | str) -> int:

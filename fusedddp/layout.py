@@ -30,6 +30,7 @@ class ParamSpec:
         group: buckets are not shared across groups (a device, say; opaque here).
         flat_dtype: dtype on the wire, real; None for the parameter's own.
         stride: strides of its slot, which ranks must agree on; empty for contiguous.
+        is_sparse: its gradient travels as a list of rows.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +38,7 @@ class ParamSpec:
     group: Hashable = None
     flat_dtype: torch.dtype | None = None
     stride: tuple[int, ...] = ()
+    is_sparse: bool = False
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -68,6 +70,7 @@ class BucketLayout:
         chunks: first and one-past-last slot of the pieces in which the bucket is filled.
         is_direct: the bucket is one large gradient that may be reduced where it is.
         has_flag: the last element of the flat buffer is no padding but a flag of the reducer's.
+        is_sparse: the bucket is one sparse gradient. It has no flat buffer, and room for a flag.
     """
 
     params: tuple[int, ...]
@@ -79,6 +82,7 @@ class BucketLayout:
     chunks: tuple[tuple[int, int], ...]
     is_direct: bool = False
     has_flag: bool = False
+    is_sparse: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Layout:
     @cached_property
     def checksum(self) -> int:
         """A 15-bit number that differs, most likely, between different layouts."""
-        plan = [(b.params, b.offsets, b.padded_numel, b.dtype) for b in self.buckets]
+        plan = [(b.params, b.offsets, b.padded_numel, b.dtype, b.is_sparse) for b in self.buckets]
         return zlib.crc32(repr((plan, specs_checksum(self.specs))).encode()) & 0x7FFF
 
 
@@ -119,7 +123,8 @@ def build_layout(
 
     As in DDP's reducer a bucket is closed by the gradient that fills it to its cap. Buckets are
     launched in the order in which their last gradient arrives. A gradient of at least
-    `bucket_cap_bytes`, with the parameter's own real dtype on the wire, gets a direct bucket.
+    `bucket_cap_bytes`, with the parameter's own real dtype on the wire, gets a direct bucket, and a
+    sparse one a bucket of its own.
 
     Args:
         specs: one per parameter.
@@ -127,7 +132,8 @@ def build_layout(
         world_size: number of ranks.
         bucket_cap_bytes: cap of a bucket in bytes.
         first_bucket_cap_bytes: cap of the first bucket of each group and dtype.
-        has_flag: whether the last bucket gets a flag, which a direct bucket has no room for.
+        has_flag: whether the last bucket gets a flag, which a direct bucket has no room for. It is
+            a dense one, if there is any.
         is_packed: whether buckets hold the gradients and nothing else: no padding, no direct
             buckets, real and complex gradients apart.
         chunk_bytes: gradients are copied as soon as so many bytes of them are there (see
@@ -140,6 +146,9 @@ def build_layout(
     arrival = {param: position for position, param in enumerate(order)}
     for param in order:
         spec = specs[param]
+        if spec.is_sparse:
+            closed.append((arrival[param], (param,), False))
+            continue
         key = (spec.group, spec.wire_dtype, is_packed and spec.dtype.is_complex)
         if spec.nbytes >= bucket_cap_bytes and spec.dtype == spec.wire_dtype and not is_packed:
             closed.append((arrival[param], (param,), True))
@@ -155,6 +164,10 @@ def build_layout(
     if not closed:
         return Layout((), tuple(specs))
     closed.sort()
+    dense = [bucket for bucket in closed if not specs[bucket[1][0]].is_sparse]
+    if has_flag and dense:
+        closed.remove(dense[-1])
+        closed.append(dense[-1])
     chunker = _Chunker(specs, chunk_bytes)
     last = len(closed) - 1
     buckets = []
@@ -168,7 +181,9 @@ def build_layout(
             has_flag=has_this_flag,
             is_packed=is_packed,
         )
-        buckets.append(replace(bucket, chunks=chunker.split(params)))
+        if not bucket.is_sparse:
+            bucket = replace(bucket, chunks=chunker.split(params))
+        buckets.append(bucket)
     return Layout(tuple(buckets), tuple(specs))
 
 
@@ -230,6 +245,7 @@ def _place(
         chunks=((0, len(params)),),
         is_direct=is_direct,
         has_flag=has_flag,
+        is_sparse=first.is_sparse,
     )
 
 

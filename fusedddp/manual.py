@@ -29,8 +29,9 @@ def all_reduce_gradients(
     Every rank must call it, with the same parameters in the same order. `.grad` is written in
     place where it is dense; where it is not, or shares memory with another gradient, it becomes a
     new tensor. A parameter that has no gradient on this rank counts as zero if any other rank has
-    one, and then gets the result; if no rank has one it keeps None. Parameters that do not require
-    a gradient are left out.
+    one, and then gets the result; if no rank has one it keeps None. If any rank has a sparse one,
+    `.grad` becomes a coalesced COO tensor on all ranks. Parameters that do not require a gradient
+    are left out.
 
     Args:
         module_or_params: a module, or parameters of any shapes, floating or complex dtypes.
@@ -63,12 +64,6 @@ def all_reduce_gradients(
         )
     group = require_group(process_group, "fusedddp.all_reduce_gradients")
     names, params = _named_params(module_or_params)
-    for name, param in zip(names, params, strict=True):
-        if param.grad is not None and param.grad.layout != torch.strided:
-            raise NotImplementedError(
-                f"expected dense gradients, found {param.grad.layout} for {name}; sparse gradients "
-                "are not there yet. Use a dense embedding."
-            )
     cap, _ = bucket_caps(None)
 
     def say_which() -> None:

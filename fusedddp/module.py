@@ -34,6 +34,7 @@ from fusedddp.optimizers import step_in_backward, take_over_in_backward
 from fusedddp.process_group import require_group
 from fusedddp.reducer import Reducer
 from fusedddp.replicas import broadcast, describe, fail_together, start_broadcast, verify_same
+from fusedddp.sparse import sparse_params
 from fusedddp_kernels import Ops
 
 _T = TypeVar("_T")
@@ -62,9 +63,10 @@ class FusedDDP(DistributedDataParallel):
     ``state_dict`` keys and results, and ``isinstance(model, DistributedDataParallel)`` holds. None
     of DDP's C++ reducer is used.
 
-    After a backward every parameter's `.grad` holds the mean over ranks. Attributes and methods of
-    the inner module are found through the wrapper unless the wrapper has one of that name; a loss
-    computed by another method than ``forward`` is reduced all the same.
+    After a backward every parameter's `.grad` holds the mean over ranks: a sparse COO tensor for
+    the weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``. Attributes and
+    methods of the inner module are found through the wrapper unless the wrapper has one of that
+    name; a loss computed by another method than ``forward`` is reduced all the same.
 
     Args:
         module: the module, on the device where it trains.
@@ -192,9 +194,10 @@ class FusedDDP(DistributedDataParallel):
             keywords = describe_options(options)
             keywords.append(f"sync_buffers={self.forward_sync_buffers}")
             verify_same(self.process_group, keywords, "keywords of wrap")
+            sparse = sparse_params(module)
             verify_same(
                 self.process_group,
-                [describe(n, p) for n, p in self._named_replicas()],
+                [describe(n, p, is_sparse=id(p) in sparse) for n, p in self._named_replicas()],
                 "parameters",
             )
             if self.forward_sync_buffers or init_sync_buffers:
@@ -318,6 +321,7 @@ class FusedDDP(DistributedDataParallel):
     def _build_reducer(self, options: Options, comm_hook: CommHook | None = None) -> None:
         trained = [(n, p) for n, p in self._named_replicas() if p.requires_grad]
         frozen = [(n, p) for n, p in self._named_replicas() if not p.requires_grad]
+        sparse = sparse_params(self.module)
         self.reducer = Reducer(
             trained,
             frozen,
@@ -328,6 +332,7 @@ class FusedDDP(DistributedDataParallel):
             on_reduced=_weakly(self, lambda wrapper: wrapper._finish_backward()),
             check_params=_weakly(self, lambda wrapper, indices: wrapper._check_params(indices)),
             comm_hook=comm_hook,
+            sparse=[i for i, (_, p) in enumerate(trained) if id(p) in sparse],
         )
         self._owners = _owners_of(self.module, self.reducer.params)
 
@@ -535,6 +540,9 @@ class FusedDDP(DistributedDataParallel):
         self.static_graph = True
         self.reducer.options = dataclasses.replace(self.reducer.options, static_graph=True)
 
+    def _set_sparse_metadata(self, global_unique_ids: Mapping[str, Tensor]) -> None:
+        """Accepts the rows that ranks will use, as DDP does, and needs none: any rows will do."""
+
     def _check_reducer_finalized(self) -> None:
         self.reducer.check_finalized()
 
@@ -618,7 +626,6 @@ def _not_there_yet(name: str, instead: str) -> Any:
 for _name, _instead in {
     "_get_ddp_logging_data": "The bucket plan is in model.reducer.layout.",
     "_set_ddp_runtime_logging_sample_rate": "Use torch.profiler.",
-    "_set_sparse_metadata": "Use dense embeddings.",
 }.items():
     setattr(FusedDDP, _name, _not_there_yet(_name, _instead))
 

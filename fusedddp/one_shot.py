@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import Parameter
 from fusedddp.bucket import Bucket
 from fusedddp.collectives import OPS, Collective, same_on_all_ranks, wire_dtype
 from fusedddp.layout import Layout, ParamSpec, build_layout, specs_checksum
+from fusedddp.sparse import build_bucket, find_sparse_gradients
 from fusedddp_kernels import Ops
 
 # One bucket is on the wire while the next is filled and the last one emptied; more would only
@@ -34,7 +36,8 @@ def reduce_gradients(
     """Reduces the `.grad` of `params` over all ranks. Collective.
 
     A parameter without a gradient on this rank counts as zero if another rank has one, and gets
-    the result; one without a gradient on any rank keeps the `.grad` that it has.
+    the result; one without a gradient on any rank keeps the `.grad` that it has. Where any rank has
+    a sparse gradient all ranks get one.
 
     Args:
         params: the same on all ranks.
@@ -59,9 +62,11 @@ def reduce_gradients(
     absent = [i for i, has_gradient in enumerate(present) if not has_gradient]
     device = params[0].device
     checksum = _checksum(specs) ^ OPS.index(collective.op)
-    header = torch.tensor([checksum, checksum**2, len(absent)], dtype=torch.int64, device=device)
+    sparse = find_sparse_gradients(params)
+    numbers = [checksum, checksum**2, len(absent), len(sparse)]
+    header = torch.tensor(numbers, dtype=torch.int64, device=device)
     dist.all_reduce(header, group=collective.group)
-    total, squares, num_absent = header.tolist()
+    total, squares, num_absent, num_sparse = header.tolist()
     if not same_on_all_ranks(total, squares, checksum, collective.world_size):
         on_mismatch()
         raise RuntimeError(
@@ -69,13 +74,16 @@ def reduce_gradients(
         )
     num_lacking = [0] * len(params)
     nowhere: frozenset[int] = frozenset()
-    if num_absent:
-        counts = torch.zeros(len(params), dtype=torch.int32)
-        counts[absent] = 1
+    if num_absent or num_sparse:
+        counts = torch.zeros(2, len(params), dtype=torch.int32)
+        counts[0, absent] = 1
+        counts[1, sparse] = 1
         counts = counts.to(device)
         dist.all_reduce(counts, group=collective.group)
-        num_lacking = counts.tolist()
+        num_lacking = counts[0].tolist()
         nowhere = frozenset(i for i, n in enumerate(num_lacking) if n == collective.world_size)
+        is_sparse = counts[1].bool().tolist()
+        specs = tuple(replace(s, is_sparse=x) for s, x in zip(specs, is_sparse, strict=True))
     layout = _layout(specs, nowhere, collective.world_size, bucket_cap_bytes)
     in_flight: deque[Bucket] = deque()
 
@@ -86,7 +94,7 @@ def reduce_gradients(
     try:
         for bucket_layout in layout.buckets:
             members = [params[i] for i in bucket_layout.params]
-            bucket = Bucket(bucket_layout, members, collective, as_view=as_view, ops=ops)
+            bucket = build_bucket(bucket_layout, members, collective, as_view=as_view, ops=ops)
             in_flight.append(bucket)
             bucket.launch()
             bucket.hand_out()
@@ -123,12 +131,14 @@ def param_specs(
     reduce_dtype: torch.dtype | None = None,
     *,
     keeps_dtype: bool = False,
+    sparse: Collection[int] = (),
 ) -> list[ParamSpec]:
     """What the layout needs to know of `params`.
 
     Args:
         reduce_dtype: dtype on the wire; None for the one that `wire_dtype` recommends.
         keeps_dtype: the wire has the parameter's own dtype, recommended or not.
+        sparse: positions of those whose gradients are sparse.
     """
     return [
         ParamSpec(
@@ -137,6 +147,7 @@ def param_specs(
             p.device,
             None if keeps_dtype else reduce_dtype or wire_dtype(p.dtype, p.device),
             p.stride(),
+            i in sparse,
         )
-        for p in params
+        for i, p in enumerate(params)
     ]

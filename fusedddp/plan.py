@@ -14,6 +14,7 @@ from fusedddp.config import Options
 from fusedddp.control import Control, ControlReading
 from fusedddp.layout import build_layout
 from fusedddp.one_shot import param_specs
+from fusedddp.sparse import build_bucket
 
 # On CPU gradients are copied while they are still in cache, in chunks of up to half of a 512 KiB
 # second-level cache, the smallest in common use.
@@ -42,6 +43,7 @@ class Plan:
         collective: what reduces.
         options: the wrapper's options.
         comm_hook: what reduces instead.
+        sparse: indices of those whose gradients are sparse.
 
     Attributes:
         buckets: in the order of their launch.
@@ -58,6 +60,7 @@ class Plan:
         collective: Collective,
         options: Options,
         comm_hook: CommHook | None,
+        sparse: Set[int],
     ) -> None:
         self._params = params
         self._collective = collective
@@ -67,7 +70,7 @@ class Plan:
         # See Note [The flag].
         self.reads_freely = all(param.device.type == "cpu" for param in params)
         self.layout = build_layout(
-            param_specs(params, keeps_dtype=comm_hook is not None),
+            param_specs(params, keeps_dtype=comm_hook is not None, sparse=sparse),
             # Parameters that are final only at the end would hold back the buckets after theirs.
             sorted(order, key=lambda index: index in waits_for_end),
             world_size=collective.world_size,
@@ -79,7 +82,7 @@ class Plan:
         )
         last = len(self.layout.buckets) - 1
         self.buckets = [
-            Bucket(
+            build_bucket(
                 layout,
                 [params[i] for i in layout.params],
                 collective,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from fusedddp.one_shot import reduce_gradients
 from fusedddp.optimizers import StepWatch, params_of
 from fusedddp.plan import Plan
 from fusedddp.recording import Recording
+from fusedddp.sparse import GradientLayouts, add_reduced
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class Reducer:
         on_reduced: called at the end of every round, with the gradients handed out.
         check_params: called with indices of parameters that received no gradient; raises if the
             module has others in their place by now.
-        comm_hook: what reduces buckets instead of an all-reduce.
+        comm_hook: what reduces buckets instead of an all-reduce; it gets dense gradients only.
+        sparse: indices of those of `trained` whose gradients are sparse.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Reducer:
         on_reduced: Callable[[], None],
         check_params: Callable[[Sequence[int]], None],
         comm_hook: CommHook | None = None,
+        sparse: Collection[int] = (),
     ) -> None:
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
@@ -91,6 +94,8 @@ class Reducer:
         self.options = options
         self.collective = Collective(group)
         self.comm_hook = comm_hook
+        self._sparse = sparse
+        self._layouts = self._choose_layouts()
         self.plan: Plan | None = None
         self.num_rounds = 0
         self._frozen = [param for _, param in frozen]
@@ -167,7 +172,12 @@ class Reducer:
             )
         self.check_finalized()
         self.comm_hook = hook
+        self._layouts = self._choose_layouts()
         self.plan = None
+
+    def _choose_layouts(self) -> GradientLayouts:
+        sparse = self._sparse if self.comm_hook is None else ()
+        return GradientLayouts(self.names, self.params, sparse)
 
     # -- gradients arrive ------------------------------------------------------------------------
 
@@ -189,11 +199,8 @@ class Reducer:
             if len(chunk.arrived) == chunk.takes_at:
                 self.take_chunk(index, param)
             return
-        gradient = param.grad
-        if gradient is None:  # an undefined gradient delivers nothing
+        if param.grad is None:  # an undefined gradient delivers nothing
             return
-        if gradient.is_sparse:
-            self._refuse_sparse(index)
         self._fired[index] = 1
         if self.phase is Phase.RECORDING:
             self._recording.note(index)
@@ -214,8 +221,11 @@ class Reducer:
             self._overtaken.append(index)
             return
         if not chunk.fits(gradients):
-            self._record_anew(chunk)
-            return
+            self._layouts.conform(bucket.layout.params[chunk.start : chunk.stop])
+            if chunk.find_misfit() is not None:
+                self._record_anew(chunk)
+                return
+            gradients = chunk.gradients()
         bucket.take(chunk, gradients)
         if not bucket.num_untaken:
             self.plan.launch_full_buckets()
@@ -234,15 +244,12 @@ class Reducer:
 
         Raises:
             RuntimeError: part of this backward has been reduced for the old layout already.
-            NotImplementedError: the gradient is sparse.
         """
         misfit = chunk.find_misfit()
         assert misfit is not None and self.plan is not None
         param, (dtype, shape, _) = misfit
         assert param.grad is not None
         index = next(i for i, other in enumerate(self.params) if other is param)
-        if param.grad.is_sparse:
-            self._refuse_sparse(index)
         if self.plan.has_taken_any():
             raise RuntimeError(
                 f"expected the gradient of {self.names[index]} to be of {dtype} and shape "
@@ -257,13 +264,6 @@ class Reducer:
             if has_fired:
                 self._recording.note(arrived)
         self.phase = Phase.RECORDING
-
-    def _refuse_sparse(self, index: int) -> NoReturn:
-        raise NotImplementedError(
-            f"expected dense gradients, found a sparse one for {self.names[index]}; sparse "
-            "gradients are not there yet. Use a dense embedding, or leave the parameter out with "
-            "_set_params_and_buffers_to_ignore_for_model."
-        )
 
     # -- forwards --------------------------------------------------------------------------------
 
@@ -528,6 +528,8 @@ class Reducer:
             self._hooks.put_last(set(self._overtaken) - shared)
         if 0 in self._fired and 1 in self._fired_before:
             self._fired = _either(self._fired, self._fired_before)
+        if self.plan is None or self.plan.find_misfit() is not None:
+            self._layouts.conform(range(len(self.params)))
         misfit = None if self.plan is None else self.plan.find_misfit()
         if misfit is not None:
             self._record_anew(misfit)
@@ -562,6 +564,7 @@ class Reducer:
             self.collective,
             self.options,
             self.comm_hook,
+            self._layouts.sparse,
         )
         if self.comm_hook is not None:
             self._adopt(plan)
@@ -569,7 +572,8 @@ class Reducer:
         else:
             finish_buffers = self._on_launched()
             # In small pieces: all gradients are still there, so a bucket comes on top of them.
-            largest = max(p.numel() * p.element_size() for p in self.params)
+            dense = (p for i, p in enumerate(self.params) if i not in self._layouts.sparse)
+            largest = max((p.numel() * p.element_size() for p in dense), default=0)
             num_lacking = reduce_gradients(
                 self.params,
                 self.collective,
@@ -651,6 +655,7 @@ class Reducer:
         reduced = [param.grad for param in params]
         for param, index in zip(params, indices, strict=True):
             param.grad = late.get(index)
+        self._layouts.conform(indices)
         reduce_gradients(
             params,
             self.collective,
@@ -661,7 +666,9 @@ class Reducer:
             for param, gradient in zip(params, reduced, strict=True):
                 contribution = param.grad
                 assert contribution is not None
-                param.grad = contribution if gradient is None else gradient.add_(contribution)
+                param.grad = (
+                    contribution if gradient is None else add_reduced(gradient, contribution)
+                )
 
     def _describe_unfinished(self, here: list[int], elsewhere: list[int]) -> str:
         rank = dist.get_rank(self.collective.group)

@@ -78,11 +78,12 @@ def gather(group: dist.ProcessGroup, value: _T) -> list[_T]:
     return values
 
 
-def describe(name: str, tensor: Tensor) -> str:
+def describe(name: str, tensor: Tensor, *, is_sparse: bool = False) -> str:
     """A line for `verify_same` that holds all that replicas of a parameter must agree on."""
     strides = "" if tensor.is_contiguous() else f", strides {tuple(tensor.stride())}"
     frozen = "" if tensor.requires_grad else ", frozen"
-    return f"{name}: shape {tuple(tensor.shape)}{strides}, {tensor.dtype}{frozen}"
+    sparse = ", sparse gradient" if is_sparse else ""
+    return f"{name}: shape {tuple(tensor.shape)}{strides}, {tensor.dtype}{frozen}{sparse}"
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:

@@ -277,8 +277,9 @@ def check_with_options(rank: int) -> None:
         wrapped(batch(step, rank, (3,)), which[rank]).backward()
         want = mean_of_ranks(
             model,
-            lambda m, r, s=step, w=which: m(batch(s + 20, r, (3,)), w[r])
-            + m(batch(s, r, (3,)), w[r]),
+            lambda m, r, s=step, w=which: (
+                m(batch(s + 20, r, (3,)), w[r]) + m(batch(s, r, (3,)), w[r])
+            ),
         )
         assert_gradients(wrapped, want)
     strict = fusedddp.wrap(Two())
@@ -347,7 +348,7 @@ def check_registration(rank: int) -> None:
     wrapped(batch(0, rank, (4, 20))).sum().backward()
     wrapped.register_comm_hook(None, debugging_hooks.noop_hook)  # later is possible, too
     assert wrapped._comm_hooks == [(debugging_hooks.noop_hook, None)]
-    with pytest.raises(RuntimeError, match="can only be called once. Found noop_hook"):
+    with pytest.raises(RuntimeError, match=r"can only be called once\. Found noop_hook"):
         wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
     alone = copy.deepcopy(wrapped.module)
     wrapped.zero_grad()

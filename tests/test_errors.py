@@ -125,8 +125,6 @@ def check_modules(rank: int) -> None:
     assert kind == "RuntimeError" and "uninitialized parameters" in found and "weight" in found
     kind, found = refused(fusedddp.wrap, nn.Linear(2, 2, device="meta"))
     assert kind == "ValueError" and "meta device" in found and "to_empty" in found
-    kind, found = refused(fusedddp.wrap, nn.Embedding(5, 2, sparse=True))
-    assert kind == "NotImplementedError" and "sparse=False" in found
     kind, found = refused(fusedddp.wrap, [mlp()])
     assert kind == "TypeError" and "expected a torch.nn.Module, found list" in found
     with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_cap'"):
@@ -239,22 +237,6 @@ def check_not_there_yet(rank: int) -> None:
 
 def test_methods_that_are_not_there_yet_say_so(two_ranks: Ranks) -> None:
     two_ranks.run(check_not_there_yet)
-
-
-def check_runtime_sparse(rank: int) -> None:
-    model = nn.Linear(4, 3)
-    wrapped = fusedddp.wrap(model)
-    table = nn.functional.embedding
-    for step in range(3):
-        with pytest.raises(NotImplementedError, match="sparse one for weight"):
-            table(torch.tensor([0, 2]), wrapped.module.weight, sparse=True).sum().backward()
-        wrapped.zero_grad()
-        wrapped(batch(step, rank, (2, 4))).sum().backward()
-        wrapped.zero_grad()
-
-
-def test_a_sparse_gradient_is_named(two_ranks: Ranks) -> None:
-    two_ranks.run(check_runtime_sparse)
 
 
 def test_without_a_process_group() -> None:
