@@ -33,12 +33,18 @@ class Chunk:
         is_taken: whether its gradients are in the buffer, so that a further one is late.
     """
 
-    __slots__ = ("_kinds", "arrived", "is_taken", "params", "start", "takes_at")
+    __slots__ = ("_kinds", "_low_kinds", "arrived", "is_taken", "params", "start", "takes_at")
 
-    def __init__(self, start: int, params: list[Parameter]) -> None:
+    def __init__(
+        self, start: int, params: list[Parameter], grad_dtype: torch.dtype | None = None
+    ) -> None:
         self.start = start
         self.params = params
         self._kinds = [_kind(param) for param in params]
+        self._low_kinds = [
+            (grad_dtype, shape, layout) if grad_dtype and dtype.is_floating_point else None
+            for dtype, shape, layout in self._kinds
+        ]
         self.start_round(waits_for_end=False)
 
     def start_round(self, *, waits_for_end: bool) -> None:
@@ -64,13 +70,17 @@ class Chunk:
         )
 
     def fits(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether `gradients` are dense, of the dtypes and shapes that the slots were made for."""
-        return [*map(_kind, gradients)] == self._kinds
+        """Whether `gradients` are dense, of the shapes and dtypes (or `grad_dtype`) of slots."""
+        kinds = [*map(_kind, gradients)]
+        return kinds == self._kinds or all(
+            kind in fitting
+            for kind, *fitting in zip(kinds, self._kinds, self._low_kinds, strict=True)
+        )
 
     def find_misfit(self) -> tuple[Parameter, _Kind] | None:
         """A parameter whose gradient does not fit, and what kind of gradient does."""
-        for param, kind in zip(self.params, self._kinds, strict=True):
-            if param.grad is not None and _kind(param.grad) != kind:
+        for param, kind, low_kind in zip(self.params, self._kinds, self._low_kinds, strict=True):
+            if param.grad is not None and _kind(param.grad) not in (kind, low_kind):
                 return param, kind
         return None
 
@@ -91,6 +101,7 @@ class Bucket:
         collective: what reduces the buffer.
         as_view: `.grad` becomes an alias of its slot instead of a tensor of its own.
         ops: what copies gradients; None for what suits the device.
+        grad_dtype: dtype in which gradients may arrive beside their parameter's own.
 
     Attributes:
         chunks: the pieces in which it is filled.
@@ -112,11 +123,14 @@ class Bucket:
         *,
         as_view: bool,
         ops: Ops | None = None,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         self.layout = layout
         self.params = list(params)
         self.device = params[0].device
-        self.chunks = [Chunk(start, self.params[start:stop]) for start, stop in layout.chunks]
+        self.chunks = [
+            Chunk(start, self.params[start:stop], grad_dtype) for start, stop in layout.chunks
+        ]
         self._ops = ops or ops_for(self.device)
         self._collective = collective
         self._as_view = as_view and all(
@@ -125,7 +139,8 @@ class Bucket:
         self._complex_slots = [slot for slot, p in enumerate(params) if p.is_complex()]
         self._reduction = collective.reduction(layout.dtype, self.device)
         self._scale = collective.scale(self._reduction, self.device)
-        computes_in = {compute_dtype(p.dtype) for p in params}
+        dtypes = {p.dtype for p in params} | ({grad_dtype} if grad_dtype else set())
+        computes_in = {compute_dtype(dtype) for dtype in dtypes}
         if self._scale is not None and len(computes_in) == 1:
             # Once instead of for each gradient: 5 microseconds a time inside of a backward.
             self._scale = self._scale.to(computes_in.pop())
@@ -344,6 +359,7 @@ class Bucket:
         source = self._sources.get(slot)
         if (
             source is not None
+            and source.dtype == param.dtype
             and source.stride() == param.stride()
             and is_dense(source)
             and not (source.requires_grad or source.is_conj() or source.is_neg())
