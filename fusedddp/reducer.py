@@ -22,6 +22,7 @@ from fusedddp.config import Options
 from fusedddp.control import Control, ControlReading
 from fusedddp.hooks import ParamHooks
 from fusedddp.layout import Layout, build_layout
+from fusedddp.mixed_precision import MixedPrecision
 from fusedddp.one_shot import param_specs, reduce_gradients
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class Reducer:
             called after they are waited for.
         check_params: called when a backward through the wrapper reached no parameter; raises if
             the module has others by now.
+        precision: lowered while a backward runs, restored before gradients are handed out; None
+            for none.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Reducer:
         requires_sync: Callable[[], bool],
         on_round: Callable[[], Callable[[], None]],
         check_params: Callable[[], None],
+        precision: MixedPrecision | None = None,
     ) -> None:
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
@@ -101,6 +105,7 @@ class Reducer:
         self._requires_sync = requires_sync
         self._on_round = on_round
         self._check_params = check_params
+        self._precision = precision
         # Whether a backward is reduced whose forward returned no tensor that could carry a hook.
         self._hidden_forward_syncs = True
         self._graph_task = -1
@@ -265,6 +270,12 @@ class Reducer:
             if (here or elsewhere) and not self.options.allows_unused:
                 raise RuntimeError(self._describe_unfinished(sorted(here), sorted(elsewhere)))
 
+    def restore_abandoned(self) -> None:
+        """Restores full precision if an exception ended the last backward."""
+        is_outside = torch._C._current_graph_task_id() == -1
+        if self._precision is not None and is_outside and self.phase is not Phase.IDLE:
+            self._precision.restore()
+
     def prepare_for_backward(self, outputs: Iterable[Tensor], sync: bool = True) -> None:
         """Called after a forward, with the tensors that it returned.
 
@@ -289,6 +300,8 @@ class Reducer:
         """A backward has reached an output of a forward; it is the outermost one, mostly."""
         self._drop_stale()
         if self.phase is Phase.IDLE:
+            if self._precision is not None:
+                self._precision.lower()
             self._begin_backward(sync)
         elif self.phase is Phase.LOCAL and sync and self._requires_sync():
             # It began at an output made under no_sync, and reaches one that is to be reduced. What
@@ -301,7 +314,10 @@ class Reducer:
         The engine drops the callbacks of a backward that fails, so a dead callback tells.
         """
         if self.phase is not Phase.IDLE and self._callback is not None and not self._callback():
+            is_lowered = self._precision is not None and self._precision.is_lowered
             self._complete_abandoned(keep=index)
+            if self._precision is not None and is_lowered:
+                self._precision.lower()  # for the backward that runs now
 
     def check_finalized(self) -> None:
         """Raises RuntimeError if the last backward did not run to its end."""
@@ -344,6 +360,8 @@ class Reducer:
         """The end of the outermost backward: completes the round that it began."""
         phase = self.phase
         try:
+            if self._precision is not None:
+                self._precision.restore()
             self._gather_arrivals()
             if phase is Phase.LOCAL:
                 self._fired_before = _either(self._fired_before, self._fired)
@@ -378,6 +396,8 @@ class Reducer:
         """
         phase = self.phase
         self.phase = Phase.IDLE
+        if self._precision is not None:
+            self._precision.restore()
         self._gather_arrivals()
         if phase is Phase.LOCAL:
             self._fired_before = _either(self._fired_before, self._fired)
@@ -447,6 +467,7 @@ class Reducer:
             bucket_cap_bytes=max(largest, _FIRST_ROUND_BYTES),
             as_view=self.options.gradient_as_bucket_view,
             present=self._fired,
+            reduce_dtype=self.options.reduce_dtype,
             ops=self.options.ops,
         )
         finish_buffers()
@@ -479,7 +500,7 @@ class Reducer:
 
     def _lay_out(self, order: Sequence[int]) -> None:
         self.layout = build_layout(
-            param_specs(self.params),
+            param_specs(self.params, self.options.reduce_dtype),
             # Parameters that are final only at the end would hold back the buckets after theirs.
             sorted(order, key=lambda index: index in self._waits_for_end),
             world_size=self.collective.world_size,
@@ -495,6 +516,7 @@ class Reducer:
                 self.collective,
                 as_view=self.options.gradient_as_bucket_view,
                 ops=self.options.ops,
+                grad_dtype=self.options.grad_dtype,
             )
             for layout in self.layout.buckets
         ]
@@ -618,6 +640,7 @@ class Reducer:
             params,
             self.collective,
             bucket_cap_bytes=self.options.bucket_cap_bytes,
+            reduce_dtype=self.options.reduce_dtype,
             ops=self.options.ops,
         )
         with torch.no_grad():
