@@ -17,8 +17,8 @@ from fusedddp.layout import BucketLayout
 from fusedddp_kernels import Ops, Slots, compute_dtype, is_dense, ops_for
 
 # What a gradient has to have in common with its slot, and a fast way to ask for it.
-_Kind: TypeAlias = tuple[torch.dtype, torch.Size, torch.layout]
-_kind: Callable[[Tensor], _Kind] = operator.attrgetter("dtype", "shape", "layout")
+Kind: TypeAlias = tuple[torch.dtype, torch.Size, torch.layout]
+_kind: Callable[[Tensor], Kind] = operator.attrgetter("dtype", "shape", "layout")
 
 
 class Chunk:
@@ -34,12 +34,18 @@ class Chunk:
         is_taken: whether its gradients are in the buffer, so that a further one is late.
     """
 
-    __slots__ = ("_kinds", "arrived", "is_taken", "params", "start", "takes_at")
+    __slots__ = ("_kinds", "_low_kinds", "arrived", "is_taken", "params", "start", "takes_at")
 
-    def __init__(self, start: int, params: list[Parameter]) -> None:
+    def __init__(
+        self, start: int, params: list[Parameter], grad_dtype: torch.dtype | None = None
+    ) -> None:
         self.start = start
         self.params = params
         self._kinds = [_kind(param) for param in params]
+        self._low_kinds = [
+            (grad_dtype, shape, layout) if grad_dtype and dtype.is_floating_point else None
+            for dtype, shape, layout in self._kinds
+        ]
         self.start_round(waits_for_end=False)
 
     def start_round(self, *, waits_for_end: bool) -> None:
@@ -65,13 +71,17 @@ class Chunk:
         )
 
     def fits(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether `gradients` are dense, of the dtypes and shapes that the slots were made for."""
-        return [*map(_kind, gradients)] == self._kinds
+        """Whether `gradients` are dense, of the shapes and dtypes (or `grad_dtype`) of slots."""
+        kinds = [*map(_kind, gradients)]
+        return kinds == self._kinds or all(
+            kind in fitting
+            for kind, *fitting in zip(kinds, self._kinds, self._low_kinds, strict=True)
+        )
 
-    def find_misfit(self) -> tuple[Parameter, _Kind] | None:
+    def find_misfit(self) -> tuple[Parameter, Kind] | None:
         """A parameter whose gradient does not fit, and what kind of gradient does."""
-        for param, kind in zip(self.params, self._kinds, strict=True):
-            if param.grad is not None and _kind(param.grad) != kind:
+        for param, kind, low_kind in zip(self.params, self._kinds, self._low_kinds, strict=True):
+            if param.grad is not None and _kind(param.grad) not in (kind, low_kind):
                 return param, kind
         return None
 
@@ -95,6 +105,7 @@ class Bucket:
         comm_hook: what reduces the buffer instead; the layout must be a packed one then.
         index: position among the buckets of a round.
         is_last: whether it is the last of them.
+        grad_dtype: dtype in which gradients may arrive beside their parameter's own.
 
     Attributes:
         chunks: the pieces in which it is filled.
@@ -119,11 +130,14 @@ class Bucket:
         comm_hook: CommHook | None = None,
         index: int = 0,
         is_last: bool = True,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         self.layout = layout
         self.params = list(params)
         self.device = params[0].device
-        self.chunks = [Chunk(start, self.params[start:stop]) for start, stop in layout.chunks]
+        self.chunks = [
+            Chunk(start, self.params[start:stop], grad_dtype) for start, stop in layout.chunks
+        ]
         self._ops = ops or ops_for(self.device)
         self._collective = collective
         self._as_view = as_view and all(
@@ -132,7 +146,8 @@ class Bucket:
         self._complex_slots = [slot for slot, p in enumerate(params) if p.is_complex()]
         self._comm_hook = comm_hook
         self._index, self._is_last = index, is_last
-        self._computes_in = {compute_dtype(p.dtype) for p in params}
+        dtypes = {p.dtype for p in params} | ({grad_dtype} if grad_dtype else set())
+        self._computes_in = {compute_dtype(dtype) for dtype in dtypes}
         self._divide_factor = 0
         self._slots: Slots | None = None
         self._own_uses = 0
@@ -375,6 +390,7 @@ class Bucket:
         source = self._sources.get(slot)
         if (
             source is not None
+            and source.dtype == param.dtype
             and source.stride() == param.stride()
             and is_dense(source)
             and not (source.requires_grad or source.is_conj() or source.is_neg())

@@ -6,6 +6,8 @@ import math
 import numbers
 from dataclasses import dataclass, fields
 
+import torch
+
 from fusedddp_kernels import Ops
 
 MIB = 1024 * 1024
@@ -26,6 +28,9 @@ class Options:
         static_graph: the user promises that the graph never changes.
         gradient_as_bucket_view: `.grad` aliases the bucket after the reduction.
         ops: what copies gradients to and from buckets; None for our own.
+        grad_dtype: dtype in which gradients of floating parameters may arrive beside their
+            parameter's own; None for no other.
+        reduce_dtype: real dtype on the wire; None for that of each parameter.
     """
 
     bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_MB * MIB
@@ -34,6 +39,8 @@ class Options:
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
     ops: Ops | None = None
+    grad_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
     @property
     def allows_unused(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -30,6 +31,7 @@ from fusedddp.checks import (
 from fusedddp.comm_hooks import CommHook, CommHookFn, builtin_comm_hook
 from fusedddp.config import MIB, Options, bucket_caps, describe_options
 from fusedddp.join import MirrorSteps, begin_step, tell_sync
+from fusedddp.mixed_precision import MixedPrecision, require_mixed_precision
 from fusedddp.optimizers import step_in_backward, take_over_in_backward
 from fusedddp.process_group import require_group
 from fusedddp.reducer import Reducer
@@ -92,7 +94,9 @@ class FusedDDP(DistributedDataParallel):
         static_graph: the set of used parameters never changes. Unused ones are then no error.
         delay_all_reduce_named_params: not there yet.
         param_to_hook_all_reduce: not there yet.
-        mixed_precision: not there yet; use ``torch.autocast``.
+        mixed_precision: torch's ``torch.nn.parallel.distributed._MixedPrecision``: dtypes of
+            parameters and inputs during forward and backward, of gradients on the wire, and of
+            buffers. Outside of a step parameters, and always their `.grad`, are in full precision.
         device_mesh: a 1-D mesh instead of `process_group`.
         skip_all_reduce_unused_params: not there yet.
         bucket_cap_mb_list: not there yet.
@@ -146,7 +150,6 @@ class FusedDDP(DistributedDataParallel):
             refuse_what_is_missing(
                 delay_all_reduce_named_params=delay_all_reduce_named_params,
                 param_to_hook_all_reduce=param_to_hook_all_reduce,
-                mixed_precision=mixed_precision,
                 skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
                 bucket_cap_mb_list=bucket_cap_mb_list or None,
             )
@@ -161,6 +164,8 @@ class FusedDDP(DistributedDataParallel):
                 forward_sync_buffers=forward_sync_buffers,
             )
             require_ops(ops)
+            require_mixed_precision(mixed_precision)
+            param_dtype = mixed_precision and mixed_precision.param_dtype
             cap, first_cap = bucket_caps(bucket_cap_mb)
             options = Options(
                 bucket_cap_bytes=cap,
@@ -169,9 +174,12 @@ class FusedDDP(DistributedDataParallel):
                 static_graph=static_graph,
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 ops=ops,
+                grad_dtype=param_dtype,
+                reduce_dtype=(mixed_precision and mixed_precision.reduce_dtype) or param_dtype,
             )
             check_module(module)
             self._set_ddp_attributes(module, options, dim)
+            self.mixed_precision = mixed_precision
             self._set_devices(device_ids, output_device)
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error
@@ -193,6 +201,7 @@ class FusedDDP(DistributedDataParallel):
         if init_sync:
             keywords = describe_options(options)
             keywords.append(f"sync_buffers={self.forward_sync_buffers}")
+            keywords.append(f"mixed_precision={mixed_precision}")
             verify_same(self.process_group, keywords, "keywords of wrap")
             sparse = sparse_params(module)
             verify_same(
@@ -234,7 +243,6 @@ class FusedDDP(DistributedDataParallel):
         self.gradient_as_bucket_view = options.gradient_as_bucket_view
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.mixed_precision = None
         self.skip_all_reduce_unused_params = False
         self.broadcast_bucket_size = 250 * MIB
         self.bucket_bytes_cap = options.bucket_cap_bytes
@@ -251,6 +259,7 @@ class FusedDDP(DistributedDataParallel):
         self._lazy_init_ran = False
         self._accum_grad_hooks = []
         self._ddp_sink_clone = True
+        self._precision: MixedPrecision | None = None
         # Beyond those of the base class.
         self._divide_by_initial_world_size = True
         self._buffer_source = 0
@@ -319,6 +328,10 @@ class FusedDDP(DistributedDataParallel):
         return self.forward_sync_buffers
 
     def _build_reducer(self, options: Options, comm_hook: CommHook | None = None) -> None:
+        if self.mixed_precision is not None and self._precision is None:
+            self._precision = MixedPrecision(
+                self.mixed_precision, self.module, self.parameters_to_ignore
+            )
         trained = [(n, p) for n, p in self._named_replicas() if p.requires_grad]
         frozen = [(n, p) for n, p in self._named_replicas() if not p.requires_grad]
         sparse = sparse_params(self.module)
@@ -333,6 +346,7 @@ class FusedDDP(DistributedDataParallel):
             check_params=_weakly(self, lambda wrapper, indices: wrapper._check_params(indices)),
             comm_hook=comm_hook,
             sparse=[i for i, (_, p) in enumerate(trained) if id(p) in sparse],
+            precision=self._precision,
         )
         self._owners = _owners_of(self.module, self.reducer.params)
 
@@ -383,12 +397,18 @@ class FusedDDP(DistributedDataParallel):
             trains = torch.is_grad_enabled()
             if trains:
                 self._prepare_forward()
+            else:
+                self.reducer.restore_abandoned()
             if self.device_ids:
                 moved_inputs, moved_kwargs = self.to_kwargs(  # type: ignore[no-untyped-call]
                     inputs, kwargs, self.device_ids[0]
                 )
                 inputs, kwargs = moved_inputs[0], moved_kwargs[0]
-            with self._inside_ddp_forward():
+            lowered: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self._precision is not None:
+                inputs, kwargs = self._precision.cast_inputs(inputs, kwargs)
+                lowered = self._precision.lowered(keep=trains)
+            with self._inside_ddp_forward(), lowered:
                 output = self.module(*inputs, **kwargs)
             if trains:
                 self._has_run_forward = True
@@ -553,7 +573,7 @@ class FusedDDP(DistributedDataParallel):
 
     def _local_state(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("process_group", "reducer", "device_mesh"):
+        for name in ("process_group", "reducer", "device_mesh", "_precision"):
             state.pop(name, None)
         # Rebuilt from the module, so that copies do not share tensors with the original.
         for name in (
@@ -569,7 +589,7 @@ class FusedDDP(DistributedDataParallel):
         return state
 
     def _restore(self, state: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-        state = dict(state)
+        state = {"_precision": None, **state}
         options = state.pop("_options")
         Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self.process_group = group
@@ -582,7 +602,9 @@ class FusedDDP(DistributedDataParallel):
         """A copy over the same process group; its module is copied, gradients are not."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin._restore(copy.deepcopy(self._local_state(), memo), self.process_group)
+        with self._precision.restored() if self._precision else contextlib.nullcontext():
+            state = copy.deepcopy(self._local_state(), memo)
+        twin._restore(state, self.process_group)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -592,6 +614,8 @@ class FusedDDP(DistributedDataParallel):
                 "process group. Pickle model.module or save model.state_dict() instead, and wrap "
                 "again."
             )
+        if self._precision is not None:
+            self._precision.restore()
         return self._local_state()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

@@ -70,7 +70,9 @@ class Plan:
         # See Note [The flag].
         self.reads_freely = all(param.device.type == "cpu" for param in params)
         self.layout = build_layout(
-            param_specs(params, keeps_dtype=comm_hook is not None, sparse=sparse),
+            param_specs(
+                params, options.reduce_dtype, keeps_dtype=comm_hook is not None, sparse=sparse
+            ),
             # Parameters that are final only at the end would hold back the buckets after theirs.
             sorted(order, key=lambda index: index in waits_for_end),
             world_size=collective.world_size,
@@ -91,6 +93,7 @@ class Plan:
                 comm_hook=comm_hook,
                 index=index,
                 is_last=index == last,
+                grad_dtype=options.grad_dtype,
             )
             for index, layout in enumerate(self.layout.buckets)
         ]

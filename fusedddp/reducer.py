@@ -24,6 +24,7 @@ from fusedddp.config import Options
 from fusedddp.control import ControlReading
 from fusedddp.hooks import ParamHooks
 from fusedddp.layout import Layout
+from fusedddp.mixed_precision import MixedPrecision
 from fusedddp.one_shot import reduce_gradients
 from fusedddp.optimizers import StepWatch, params_of
 from fusedddp.plan import Plan
@@ -72,6 +73,8 @@ class Reducer:
             module has others in their place by now.
         comm_hook: what reduces buckets instead of an all-reduce; it gets dense gradients only.
         sparse: indices of those of `trained` whose gradients are sparse.
+        precision: lowered while a backward runs, restored before gradients are handed out; None
+            for none.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Reducer:
         check_params: Callable[[Sequence[int]], None],
         comm_hook: CommHook | None = None,
         sparse: Collection[int] = (),
+        precision: MixedPrecision | None = None,
     ) -> None:
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
@@ -105,6 +109,7 @@ class Reducer:
         self._on_launched = on_launched
         self._on_reduced = on_reduced
         self._check_params = check_params
+        self._precision = precision
         # Whether a backward is reduced whose forward returned no tensor that could carry a hook.
         self._hidden_forward_syncs = True
         self._graph_task = -1
@@ -163,8 +168,13 @@ class Reducer:
         """Reduces by `hook` from the next backward on. Every rank must call it.
 
         Raises:
-            RuntimeError: there is one already, or a backward is under way.
+            RuntimeError: there is one already, or mixed precision, or a backward is under way.
         """
+        if self._precision is not None:
+            raise RuntimeError(
+                "expected no comm hook beside mixed_precision, which reduces in its own dtype, "
+                f"found {hook.name}. Leave one of them out."
+            )
         if self.comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Found "
@@ -236,6 +246,12 @@ class Reducer:
             assert self.plan is not None
             self._fired, self._late = self.plan.arrivals()
 
+    def _end_arrivals(self) -> None:
+        """Nothing more arrives in this backward."""
+        if self._precision is not None:
+            self._precision.restore()
+        self._gather_arrivals()
+
     def _record_anew(self, chunk: Chunk) -> None:
         """Drops the plan, because the module was changed: this backward is recorded instead.
 
@@ -304,6 +320,12 @@ class Reducer:
         before = {id(p): fired for p, fired in zip(other.params, other._fired_before, strict=True)}
         self._fired_before = bytearray(before.get(id(param), 0) for param in self.params)
 
+    def restore_abandoned(self) -> None:
+        """Restores full precision if an exception ended the last backward."""
+        is_outside = torch._C._current_graph_task_id() == -1
+        if self._precision is not None and is_outside and self.phase is not Phase.IDLE:
+            self._precision.restore()
+
     def prepare_for_backward(self, outputs: Iterable[Tensor], sync: bool = True) -> None:
         """Called after a forward, with the tensors that it returned.
 
@@ -328,6 +350,8 @@ class Reducer:
         """
         self._drop_stale()
         if self.phase is Phase.IDLE:
+            if self._precision is not None:
+                self._precision.lower()
             self._begin_backward(sync)
         elif self.phase is Phase.LOCAL and sync and self._requires_sync():
             # It began at an output made under no_sync, and reaches one that is to be reduced. What
@@ -344,7 +368,10 @@ class Reducer:
         The engine drops the callbacks of a backward that fails, so a dead callback tells.
         """
         if self.phase is not Phase.IDLE and self._callback is not None and not self._callback():
+            is_lowered = self._precision is not None and self._precision.is_lowered
             self._complete_abandoned(keep=index)
+            if self._precision is not None and is_lowered:
+                self._precision.lower()  # for the backward that runs now
 
     def check_finalized(self) -> None:
         """Raises RuntimeError if the last backward did not run to its end."""
@@ -387,7 +414,7 @@ class Reducer:
     def finalize_backward(self) -> None:
         """The end of the outermost backward: completes the round that it began."""
         try:
-            self._gather_arrivals()
+            self._end_arrivals()
             if self.phase is Phase.LOCAL:
                 self._fired_before = _either(self._fired_before, self._fired)
                 self._hidden_forward_syncs = True  # what a forward under no_sync asked for is done
@@ -454,7 +481,7 @@ class Reducer:
     def skip_round(self) -> None:
         """Takes part in a round without contributing, and gets its gradients. Collective."""
         if self.phase is not Phase.IDLE:
-            self._gather_arrivals()
+            self._end_arrivals()
             logger.warning("The last backward ended in an exception; what it left is dropped.")
             for index, fired in enumerate(_either(self._fired, self._fired_before)):
                 if fired:
@@ -462,6 +489,7 @@ class Reducer:
             self._fired = bytearray(len(self.params))
             self._fired_before = bytearray(len(self.params))
             self._late = []
+            self._recording = Recording(len(self.params))
         else:
             self._start_backward_state()
         try:
@@ -479,7 +507,7 @@ class Reducer:
             keep: a parameter that has received a gradient of the next backward already.
         """
         phase = self.phase
-        self._gather_arrivals()
+        self._end_arrivals()
         self.phase = Phase.IDLE
         if phase is Phase.LOCAL:
             self._fired_before = _either(self._fired_before, self._fired)
@@ -580,6 +608,7 @@ class Reducer:
                 bucket_cap_bytes=max(largest, _FIRST_ROUND_BYTES),
                 as_view=self.options.gradient_as_bucket_view,
                 present=self._fired,
+                reduce_dtype=self.options.reduce_dtype,
                 ops=self.options.ops,
             )
             finish_buffers()
@@ -660,6 +689,7 @@ class Reducer:
             params,
             self.collective,
             bucket_cap_bytes=self.options.bucket_cap_bytes,
+            reduce_dtype=self.options.reduce_dtype,
             ops=self.options.ops,
         )
         with torch.no_grad():

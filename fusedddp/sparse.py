@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 
-from fusedddp.bucket import Bucket, Chunk
+from fusedddp.bucket import Bucket, Chunk, Kind
 from fusedddp.collectives import Collective
 from fusedddp.comm_hooks import CommHook
 from fusedddp.layout import BucketLayout, round_up
@@ -120,11 +120,14 @@ def build_bucket(
     comm_hook: CommHook | None = None,
     index: int = 0,
     is_last: bool = True,
+    grad_dtype: torch.dtype | None = None,
 ) -> Bucket:
     """A bucket of the kind that `layout` asks for. The arguments are those of `Bucket`."""
     if layout.is_sparse:
         assert comm_hook is None  # one has all its buckets dense
-        return SparseBucket(layout, params, collective, as_view=as_view, ops=ops)
+        return SparseBucket(
+            layout, params, collective, as_view=as_view, ops=ops, grad_dtype=grad_dtype
+        )
     return Bucket(
         layout,
         params,
@@ -134,6 +137,7 @@ def build_bucket(
         comm_hook=comm_hook,
         index=index,
         is_last=is_last,
+        grad_dtype=grad_dtype,
     )
 
 
@@ -142,9 +146,15 @@ class SparseChunk(Chunk):
 
     __slots__ = ()
 
-    def __init__(self, params: list[Parameter]) -> None:
-        super().__init__(0, params)
-        self._kinds = [(param.dtype, param.shape, torch.sparse_coo) for param in params]
+    def __init__(self, params: list[Parameter], grad_dtype: torch.dtype | None) -> None:
+        super().__init__(0, params, grad_dtype)
+        self._kinds = [_as_sparse(kind) for kind in self._kinds]
+        self._low_kinds = [kind and _as_sparse(kind) for kind in self._low_kinds]
+
+
+def _as_sparse(kind: Kind) -> Kind:
+    dtype, shape, _ = kind
+    return dtype, shape, torch.sparse_coo
 
 
 class SparseBucket(Bucket):
@@ -164,9 +174,10 @@ class SparseBucket(Bucket):
         *,
         as_view: bool,
         ops: Ops | None = None,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(layout, params, collective, as_view=False, ops=ops)
-        self.chunks = [SparseChunk(self.params)]
+        super().__init__(layout, params, collective, as_view=False, ops=ops, grad_dtype=grad_dtype)
+        self.chunks = [SparseChunk(self.params, grad_dtype)]
 
     def start_round(self, waits_for_end: Set[int] = frozenset()) -> None:
         super().start_round(waits_for_end)

@@ -64,7 +64,7 @@ BAD_KEYWORDS = [
     ),
     ({"device_ids": [0]}, "ValueError", "Leave both out"),
     ({"output_device": 1}, "ValueError", "Leave both out"),
-    ({"mixed_precision": "bf16"}, "NotImplementedError", "mixed_precision is not there yet"),
+    ({"mixed_precision": "bf16"}, "TypeError", "mixed_precision: expected None or a torch.nn"),
     ({"bucket_cap_mb_list": [1, 2]}, "NotImplementedError", "bucket_cap_mb_list is not there yet"),
     (
         {"skip_all_reduce_unused_params": True},

@@ -40,6 +40,8 @@ def test_options() -> None:
         "static_graph",
         "gradient_as_bucket_view",
         "ops",
+        "grad_dtype",
+        "reduce_dtype",
     ]
 
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import fusedddp
@@ -614,3 +615,33 @@ def test_sparse_parameters_have_buckets_of_their_own(
         ]
         assert [b.offsets for b in mine] == [b.offsets for b in alone.buckets]
         assert [b.chunks for b in mine] == [b.chunks for b in alone.buckets]
+
+
+def check_mixed_precision(rank: int, views: bool) -> None:
+    """The rows that arrive in bf16 travel in fp32 and come back in fp32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    alone = copy.deepcopy(model).to(torch.bfloat16)
+    wrapped = fusedddp.wrap(
+        model,
+        mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        gradient_as_bucket_view=views,
+    )
+    for step in range(3):
+        wrapped.zero_grad()
+        tokens = torch.tensor([[step, 4 + r] for r in range(2)])
+        wrapped(tokens[rank]).float().sum().backward()
+        want = [torch.zeros(p.shape) for p in model.parameters()]
+        for r in range(2):
+            alone.zero_grad()
+            alone(tokens[r]).float().sum().backward()
+            for total, p in zip(want, alone.parameters(), strict=True):
+                total += p.grad.to_dense().float() / 2
+        for p, expected in zip(model.parameters(), want, strict=True):
+            assert p.grad.dtype == torch.float32 and torch.equal(p.grad.to_dense(), expected)
+        assert model[0].weight.grad.is_sparse
+
+
+@both_views
+def test_mixed_precision(two_ranks: Ranks, views: bool) -> None:
+    two_ranks.run(check_mixed_precision, views)
