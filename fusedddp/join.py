@@ -23,6 +23,7 @@ class MirrorSteps(JoinHook):
 
     def __init__(self, model: FusedDDP, *, divide_by_initial_world_size: bool) -> None:
         self._model = model
+        self._has_mirrored = False
         model._divide_by_initial_world_size = divide_by_initial_world_size
         super().__init__()
 
@@ -33,13 +34,22 @@ class MirrorSteps(JoinHook):
         syncs = model._check_global_requires_backward_grad_sync(is_joined_rank=True)  # type: ignore[no-untyped-call]
         model.require_forward_param_sync = bool(syncs)
         if syncs:
+            # What an earlier step has left would count as accumulated in this one.
+            self._drop_gradients()
+            self._has_mirrored = True
             model.reducer.skip_round()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives all ranks the parameters and buffers of one that came last."""
+        if self._has_mirrored:
+            self._drop_gradients()
         self._model._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
         self._model._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
         self._model.reducer.collective.divide_factor = self._model.reducer.collective.world_size
+
+    def _drop_gradients(self) -> None:
+        for param in self._model.reducer.params:
+            param.grad = None
 
 
 def begin_step(model: FusedDDP) -> None:
@@ -47,13 +57,11 @@ def begin_step(model: FusedDDP) -> None:
     work: dist.Work | None = Join.notify_join_context(model)
     if work is None:
         return
-    work.wait()
+    (num_active,) = work.get_future().wait()
     collective = model.reducer.collective
-    if not model._divide_by_initial_world_size:
-        (num_active,) = work.result()
-        collective.divide_factor = int(num_active.item())
-    else:
-        collective.divide_factor = collective.world_size
+    collective.divide_factor = (
+        collective.world_size if model._divide_by_initial_world_size else int(num_active.item())
+    )
 
 
 def tell_sync(model: FusedDDP) -> None:

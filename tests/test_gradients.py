@@ -308,22 +308,6 @@ def test_without_views_gradients_are_tensors_of_their_own(two_ranks: Ranks) -> N
     two_ranks.run(check_own_gradients)
 
 
-def check_frozen(rank: int) -> None:
-    model = mlp()
-    model[0].weight.requires_grad_(False)
-    wrapped = fusedddp.wrap(model)
-    for step in range(2):
-        wrapped(batch(step, rank, (8, 20))).sum().backward()
-    assert model[0].weight.grad is None and not model[0].weight.requires_grad
-    model[0].weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"expected 0\.weight to stay frozen"):
-        wrapped(batch(3, rank, (8, 20))).sum().backward()
-
-
-def test_frozen_parameters_stay_out_and_unfreezing_is_told(two_ranks: Ranks) -> None:
-    two_ranks.run(check_frozen)
-
-
 def check_ignored(rank: int) -> None:
     model = mlp()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])
