@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parameter import UninitializedParameter
 
 from fusedddp.process_group import require_group
@@ -36,12 +37,26 @@ def choose_group(
     return device_mesh.get_group(mesh_dim=0)
 
 
-def refuse_what_is_missing(**keywords: Any) -> None:
-    for name, value in keywords.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} is not there yet: expected it to be left out, found {value!r}. Use "
-                "torch's DistributedDataParallel where you need it."
+def check_delayed(
+    module: Module,
+    named_params: Sequence[tuple[str, Parameter]] | None,
+    param_to_hook: Parameter | None,
+) -> None:
+    """Checks the two keywords of torch DDP for reductions at a time of their own."""
+    if not named_params and param_to_hook is None:
+        return
+    if not named_params or param_to_hook is None:
+        raise ValueError(
+            "param_to_hook_all_reduce and delay_all_reduce_named_params: expected both or none, "
+            f"found {param_to_hook!r:.40} and {named_params!r:.40}. Leave both out to reduce "
+            "gradients in the order in which they arrive."
+        )
+    own = set(map(id, module.parameters()))
+    for name, param in (*named_params, ("param_to_hook_all_reduce", param_to_hook)):
+        if id(param) not in own:
+            raise ValueError(
+                f"delay_all_reduce_named_params: expected parameters of the module, found {name}, "
+                "which is none of them"
             )
 
 

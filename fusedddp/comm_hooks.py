@@ -149,7 +149,9 @@ def builtin_comm_hook(kind: BuiltinCommHookType, group: dist.ProcessGroup) -> Co
             "comm_hook_type: expected a torch.distributed.BuiltinCommHookType, found "
             f"{kind!r} ({type(kind).__name__})"
         )
-    return CommHook(group, kinds[kind])
+    hook = CommHook(group, kinds[kind])
+    hook.name = str(kind)
+    return hook
 
 
 def _check(hook: CommHookFn) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -114,7 +115,7 @@ def build_layout(
     *,
     world_size: int,
     bucket_cap_bytes: int,
-    first_bucket_cap_bytes: int,
+    leading_caps_bytes: Sequence[int] = (),
     has_flag: bool = False,
     is_packed: bool = False,
     chunk_bytes: int | None = None,
@@ -123,7 +124,7 @@ def build_layout(
 
     As in DDP's reducer a bucket is closed by the gradient that fills it to its cap. Buckets are
     launched in the order in which their last gradient arrives. A gradient of at least
-    `bucket_cap_bytes`, with the parameter's own real dtype on the wire, gets a direct bucket, and a
+    the largest cap, with the parameter's own real dtype on the wire, gets a direct bucket, and a
     sparse one a bucket of its own.
 
     Args:
@@ -131,7 +132,7 @@ def build_layout(
         order: indices into `specs`, in the order in which gradients arrive; each at most once.
         world_size: number of ranks.
         bucket_cap_bytes: cap of a bucket in bytes.
-        first_bucket_cap_bytes: cap of the first bucket of each group and dtype.
+        leading_caps_bytes: caps of the first buckets of each group and dtype, one by one.
         has_flag: whether the last bucket gets a flag, which a direct bucket has no room for. It is
             a dense one, if there is any.
         is_packed: whether buckets hold the gradients and nothing else: no padding, no direct
@@ -141,7 +142,7 @@ def build_layout(
     """
     open_buckets: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
-    caps: dict[Hashable, int] = {}
+    caps: dict[Hashable, deque[int]] = {}  # of the buckets to come, before the cap of all others
     closed: list[tuple[int, tuple[int, ...], bool]] = []  # (arrival of the last, params, is_direct)
     arrival = {param: position for position, param in enumerate(order)}
     for param in order:
@@ -150,15 +151,19 @@ def build_layout(
             closed.append((arrival[param], (param,), False))
             continue
         key = (spec.group, spec.wire_dtype, is_packed and spec.dtype.is_complex)
-        if spec.nbytes >= bucket_cap_bytes and spec.dtype == spec.wire_dtype and not is_packed:
+        cap = caps.setdefault(key, deque(leading_caps_bytes))
+        is_large = spec.nbytes >= max(bucket_cap_bytes, *leading_caps_bytes, 0)
+        if is_large and spec.dtype == spec.wire_dtype and not is_packed:
             closed.append((arrival[param], (param,), True))
-            caps[key] = bucket_cap_bytes  # something is on its way already: no small first bucket
+            if cap:
+                cap.popleft()  # something is on its way already: no small first bucket
             continue
         open_buckets.setdefault(key, []).append(param)
         open_bytes[key] = open_bytes.get(key, 0) + spec.nbytes
-        if open_bytes[key] >= caps.get(key, first_bucket_cap_bytes):
+        if open_bytes[key] >= (cap[0] if cap else bucket_cap_bytes):
             closed.append((arrival[param], tuple(open_buckets.pop(key)), False))
-            caps[key] = bucket_cap_bytes
+            if cap:
+                cap.popleft()
             del open_bytes[key]
     closed += [(arrival[params[-1]], tuple(params), False) for params in open_buckets.values()]
     if not closed:

@@ -64,7 +64,7 @@ def all_reduce_gradients(
         )
     group = require_group(process_group, "fusedddp.all_reduce_gradients")
     names, params = _named_params(module_or_params)
-    cap, _ = bucket_caps(None)
+    cap, _ = bucket_caps()
 
     def say_which() -> None:
         lines = [f"op={op!r}, reduce_dtype={reduce_dtype}"]

@@ -9,7 +9,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,17 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedddp.checks import (
+    check_delayed,
     check_flags,
     check_module,
     choose_group,
     device_index,
-    refuse_what_is_missing,
     require_ops,
 )
 from fusedddp.comm_hooks import CommHook, CommHookFn, builtin_comm_hook
 from fusedddp.config import MIB, Options, bucket_caps, describe_options
 from fusedddp.join import MirrorSteps, begin_step, tell_sync
+from fusedddp.logging_data import ErrorLog, collect
 from fusedddp.mixed_precision import MixedPrecision, require_mixed_precision
 from fusedddp.optimizers import step_in_backward, take_over_in_backward
 from fusedddp.process_group import require_group
@@ -92,14 +93,17 @@ class FusedDDP(DistributedDataParallel):
             the memory and copies). ``zero_grad`` in both forms and ``grad.detach_()`` work. With
             False `.grad` is a tensor of its own, at the price of a second copy of all gradients.
         static_graph: the set of used parameters never changes. Unused ones are then no error.
-        delay_all_reduce_named_params: not there yet.
-        param_to_hook_all_reduce: not there yet.
+        delay_all_reduce_named_params: names and parameters that torch DDP reduces together, in
+            full at a time of their own. Here they travel in buckets with all others, in the order
+            in which gradients arrive; the gradients after the backward are the same.
+        param_to_hook_all_reduce: when torch DDP reduces those; comes with the keyword above.
         mixed_precision: torch's ``torch.nn.parallel.distributed._MixedPrecision``: dtypes of
             parameters and inputs during forward and backward, of gradients on the wire, and of
             buffers. Outside of a step parameters, and always their `.grad`, are in full precision.
         device_mesh: a 1-D mesh instead of `process_group`.
-        skip_all_reduce_unused_params: not there yet.
-        bucket_cap_mb_list: not there yet.
+        skip_all_reduce_unused_params: accepted with a warning; every bucket is reduced.
+        bucket_cap_mb_list: caps in MiB, one per bucket in the order in which gradients arrive; the
+            last is for all others, too. Goes before `bucket_cap_mb`.
         batched_grad_copy: accepted; gradients are always copied in batches.
         forward_sync_buffers: rank 0's buffers are given to all ranks (default True): before each
             forward in training mode, which all ranks must be in together, and at the end of each
@@ -115,6 +119,7 @@ class FusedDDP(DistributedDataParallel):
     """
 
     reducer: Reducer  # type: ignore[assignment]
+    logger: ErrorLog
 
     def __init__(
         self,
@@ -147,12 +152,6 @@ class FusedDDP(DistributedDataParallel):
         self.process_group = choose_group(process_group, device_mesh)
         problem: Exception | None = None
         try:
-            refuse_what_is_missing(
-                delay_all_reduce_named_params=delay_all_reduce_named_params,
-                param_to_hook_all_reduce=param_to_hook_all_reduce,
-                skip_all_reduce_unused_params=skip_all_reduce_unused_params or None,
-                bucket_cap_mb_list=bucket_cap_mb_list or None,
-            )
             check_flags(
                 broadcast_buffers=broadcast_buffers,
                 init_sync=init_sync,
@@ -161,15 +160,21 @@ class FusedDDP(DistributedDataParallel):
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 static_graph=static_graph,
                 batched_grad_copy=batched_grad_copy,
+                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
                 forward_sync_buffers=forward_sync_buffers,
             )
             require_ops(ops)
             require_mixed_precision(mixed_precision)
             param_dtype = mixed_precision and mixed_precision.param_dtype
-            cap, first_cap = bucket_caps(bucket_cap_mb)
+            check_module(module)
+            cap, leading_caps = bucket_caps(
+                bucket_cap_mb,
+                bucket_cap_mb_list,
+                on_cpu=all(param.device.type == "cpu" for param in module.parameters()),
+            )
             options = Options(
                 bucket_cap_bytes=cap,
-                first_bucket_cap_bytes=first_cap,
+                leading_caps_bytes=leading_caps,
                 find_unused_parameters=find_unused_parameters,
                 static_graph=static_graph,
                 gradient_as_bucket_view=gradient_as_bucket_view,
@@ -177,8 +182,12 @@ class FusedDDP(DistributedDataParallel):
                 grad_dtype=param_dtype,
                 reduce_dtype=(mixed_precision and mixed_precision.reduce_dtype) or param_dtype,
             )
-            check_module(module)
+            check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
             self._set_ddp_attributes(module, options, dim)
+            self._delay_all_reduce_params = [p for _, p in delay_all_reduce_named_params or ()]
+            self.bucket_bytes_cap_list = [int(c * MIB) for c in bucket_cap_mb_list or ()]
+            self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+            self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
             self.mixed_precision = mixed_precision
             self._set_devices(device_ids, output_device)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -189,6 +198,12 @@ class FusedDDP(DistributedDataParallel):
             raise problem
         if device_mesh is not None:
             self.device_mesh = device_mesh
+        if skip_all_reduce_unused_params:
+            warnings.warn(
+                "skip_all_reduce_unused_params has no effect on what is reduced: every bucket is, "
+                "so that ranks need not agree first. Unused parameters keep their gradient.",
+                stacklevel=3,
+            )
         if check_reduction:
             warnings.warn(
                 "check_reduction is deprecated and has no effect: every reduction is completed.",
@@ -234,7 +249,7 @@ class FusedDDP(DistributedDataParallel):
                 "before wrapping, or use the module without a wrapper."
             )
         self.dim = dim
-        self.logger = None
+        self.logger = ErrorLog()
         self.device = self._module_parameters[0].device
         self.device_type = self.device.type
         self.is_multi_device_module = len({p.device for p in self._module_parameters}) > 1
@@ -243,14 +258,10 @@ class FusedDDP(DistributedDataParallel):
         self.gradient_as_bucket_view = options.gradient_as_bucket_view
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.skip_all_reduce_unused_params = False
         self.broadcast_bucket_size = 250 * MIB
-        self.bucket_bytes_cap = options.bucket_cap_bytes
-        self.bucket_bytes_cap_list = []
-        self.bucket_bytes_cap_default = options.first_bucket_cap_bytes < options.bucket_cap_bytes
+        self.bucket_bytes_cap = max(options.bucket_cap_bytes, *options.leading_caps_bytes, 0)
         self.use_side_stream_for_tensor_copies = True
         self._use_python_reducer = False
-        self._delay_all_reduce_params = []
         self._delay_grad_buffer = None
         self._delay_grad_views = []
         self._delay_all_reduce_all_params = False
@@ -396,7 +407,8 @@ class FusedDDP(DistributedDataParallel):
         with torch.autograd.profiler.record_function("FusedDDP.forward"):
             trains = torch.is_grad_enabled()
             if trains:
-                self._prepare_forward()
+                with self._logs_errors():
+                    self._prepare_forward()
             else:
                 self.reducer.restore_abandoned()
             if self.device_ids:
@@ -519,14 +531,13 @@ class FusedDDP(DistributedDataParallel):
             TypeError, ValueError: `hook` cannot be one.
             RuntimeError: there is a hook already, or a backward is under way.
         """
-        self._set_comm_hook(CommHook(state, hook))
+        with self._logs_errors():
+            self.reducer.set_comm_hook(CommHook(state, hook))
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        self._set_comm_hook(builtin_comm_hook(comm_hook_type, self.process_group))
-
-    def _set_comm_hook(self, hook: CommHook) -> None:
-        self.reducer.set_comm_hook(hook)
+        with self._logs_errors():
+            self.reducer.set_comm_hook(builtin_comm_hook(comm_hook_type, self.process_group))
 
     def join_hook(self, **kwargs: Any) -> MirrorSteps:
         """What `join` calls on a rank that ran out of data.
@@ -557,11 +568,31 @@ class FusedDDP(DistributedDataParallel):
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
+        with self._logs_errors():
+            self.reducer.set_static_graph()
         self.static_graph = True
-        self.reducer.options = dataclasses.replace(self.reducer.options, static_graph=True)
 
     def _set_sparse_metadata(self, global_unique_ids: Mapping[str, Tensor]) -> None:
         """Accepts the rows that ranks will use, as DDP does, and needs none: any rows will do."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return collect(self)
+
+    @contextlib.contextmanager
+    def _logs_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
+            raise
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Accepted, as torch DDP does: nothing is sampled here, see torch.profiler."""
+        if sample_rate < 1:
+            raise ValueError(
+                "DDP runtime logging sample rate should be equal or greater than 1, found "
+                f"{sample_rate}"
+            )
 
     def _check_reducer_finalized(self) -> None:
         self.reducer.check_finalized()
@@ -637,21 +668,6 @@ class FusedDDP(DistributedDataParallel):
                 f"neither {type(self).__name__} nor the {type(inner).__name__} in it has an "
                 f"attribute {name!r}"
             ) from None
-
-
-def _not_there_yet(name: str, instead: str) -> Any:
-    def method(*_: object, **__: object) -> NoReturn:
-        raise NotImplementedError(f"FusedDDP.{name} is not there yet. {instead}")
-
-    method.__name__ = name
-    return method
-
-
-for _name, _instead in {
-    "_get_ddp_logging_data": "The bucket plan is in model.reducer.layout.",
-    "_set_ddp_runtime_logging_sample_rate": "Use torch.profiler.",
-}.items():
-    setattr(FusedDDP, _name, _not_there_yet(_name, _instead))
 
 
 def _weakly(wrapper: FusedDDP, method: Callable[Concatenate[FusedDDP, _P], _T]) -> Callable[_P, _T]:

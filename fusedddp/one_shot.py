@@ -122,7 +122,6 @@ def _layout(
         [i for i in range(len(specs)) if i not in left_out],
         world_size=world_size,
         bucket_cap_bytes=cap_bytes,
-        first_bucket_cap_bytes=cap_bytes,
     )
 
 

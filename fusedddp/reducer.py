@@ -5,6 +5,7 @@ See Note [Rounds].
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 import weakref
@@ -30,6 +31,7 @@ from fusedddp.optimizers import StepWatch, params_of
 from fusedddp.plan import Plan
 from fusedddp.recording import Recording
 from fusedddp.sparse import GradientLayouts, add_reduced
+from fusedddp.usage import Usage
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +105,6 @@ class Reducer:
         self.plan: Plan | None = None
         self.num_rounds = 0
         self._frozen = [param for _, param in frozen]
-        self._has_frozen_since = False
         self._phase = Phase.IDLE
         self._requires_sync = requires_sync
         self._on_launched = on_launched
@@ -119,9 +120,7 @@ class Reducer:
         self._fired = bytearray(len(self.params))
         self._fired_before = bytearray(len(self.params))
         self._notes_producers = any(param.device.type != "cpu" for param in self.params)
-        # Parameters that lacked a gradient here, and on other ranks, in every round since the last
-        # forward; None before the first of them.
-        self._lacking: tuple[set[int], set[int]] | None = None
+        self.usage = Usage(self.names, self.params, options, group)
         # What `.grad` was after a backward that was to be reduced and delivered nothing.
         self._undelivered: list[Tensor | None] | None = None
         # Whether this backward accumulates into leaves, which torch.autograd.grad does not.
@@ -297,10 +296,7 @@ class Reducer:
         if self.phase is not Phase.IDLE:
             self._complete_abandoned()
         if sync:
-            here, elsewhere = self._lacking or (set(), set())
-            self._lacking = None
-            if (here or elsewhere) and not self.options.allows_unused:
-                raise RuntimeError(self._describe_unfinished(sorted(here), sorted(elsewhere)))
+            self.usage.start_forward()
 
     def is_outdated(self) -> bool:
         """Whether other parameters require a gradient now, or the module has been moved.
@@ -308,12 +304,34 @@ class Reducer:
         Asks every parameter that was frozen, but those that were trained only after a round that
         lacked one which is frozen by now: with 100,000 parameters asking takes 9 ms.
         """
-        may_be_frozen, self._has_frozen_since = self._has_frozen_since, False
+        may_be_frozen, self.usage.has_frozen_since = self.usage.has_frozen_since, False
         return (
             self.params[0].device != self.device
             or any([param.requires_grad for param in self._frozen])
             or (may_be_frozen and not all([param.requires_grad for param in self.params]))
         )
+
+    def set_static_graph(self) -> None:
+        """Takes it that every backward uses the parameters of the first one.
+
+        Raises:
+            RuntimeError: a backward has been reduced already.
+        """
+        if self.num_rounds:
+            raise RuntimeError(
+                "_set_static_graph should be called before training loop starts, found that "
+                f"{self.num_rounds} backwards have been reduced. Pass static_graph=True to "
+                "fusedddp.wrap instead."
+            )
+        self.options = self.usage.options = dataclasses.replace(self.options, static_graph=True)
+
+    def _ddp_graph_static(self) -> bool:
+        """DDP's name for whether all backwards so far have used the same parameters here."""
+        return not self.usage.has_varied
+
+    def _get_local_used_map(self) -> Tensor:
+        """DDP's name for the number of ranks that each parameter was used on, [params], int32."""
+        return self.usage.local_used_map()
 
     def take_over(self, other: Reducer) -> None:
         """Counts what was accumulated without reduction under a reducer that this one replaces."""
@@ -530,7 +548,7 @@ class Reducer:
         self._fired_before = bytearray(len(self.params))
         try:
             self._complete_round(was_abandoned=phase is Phase.RECORDING)
-            self._lacking = None
+            self.usage.drop_lacking()
         finally:
             self._abandon()
             for param, gradient in zip(self.params, left, strict=True):
@@ -612,9 +630,11 @@ class Reducer:
                 ops=self.options.ops,
             )
             finish_buffers()
-            num_skipped = self.collective.world_size - agreement.num_expected
-            self._note_lacking(
-                [i for i, count in enumerate(num_lacking) if count > num_skipped], is_skipped
+            self.usage.note_round(
+                self._fired,
+                [self.collective.world_size - count for count in num_lacking],
+                agreement.num_expected,
+                is_skipped=is_skipped,
             )
             if agreement.is_whole:
                 self._adopt(plan)
@@ -627,7 +647,6 @@ class Reducer:
 
     def _round(self, *, is_skipped: bool) -> None:
         assert self.plan is not None
-        absent = [i for i, fired in enumerate(self._fired) if not fired] if 0 in self._fired else []
         reading, late = self.plan.complete_round(
             self._fired,
             self._late,
@@ -637,28 +656,14 @@ class Reducer:
         )
         if late or reading is not None:
             self._settle_late(late, reading)
-        if reading is not None:
-            absent = (reading.num_ranks < reading.num_expected).nonzero().flatten().tolist()
-        self._note_lacking(absent, is_skipped)
-        if absent and not is_skipped:
-            self._check_absent([i for i in absent if not self._fired[i]])
-
-    def _note_lacking(self, lacking: list[int], is_skipped: bool) -> None:
-        """Remembers parameters without a gradient on some rank, for the next forward to raise.
-
-        Several backwards of one forward, or a nested one that ends early, are several rounds; what
-        any of them brought is not lacking. What is frozen by now is not expected to bring any.
-        """
-        frozen = {i for i in lacking if not self.params[i].requires_grad}
-        self._has_frozen_since |= bool(frozen)
-        here = set() if is_skipped else {i for i in lacking if not self._fired[i]} - frozen
-        elsewhere = set(lacking) - here - frozen
-        if is_skipped:
-            elsewhere = set()
-        if self._lacking is not None:
-            here &= self._lacking[0]
-            elsewhere &= self._lacking[1]
-        self._lacking = (here, elsewhere)
+        self.usage.note_round(
+            self._fired,
+            None if reading is None else reading.num_ranks.tolist(),
+            self.collective.world_size if reading is None else reading.num_expected,
+            is_skipped=is_skipped,
+        )
+        if 0 in self._fired and not is_skipped:
+            self._check_absent([i for i, fired in enumerate(self._fired) if not fired])
 
     def _settle_late(self, late: dict[int, Tensor | None], reading: ControlReading | None) -> None:
         """Reduces contributions that came after theirs had been taken, and adds them.
@@ -699,33 +704,6 @@ class Reducer:
                 param.grad = (
                     contribution if gradient is None else add_reduced(gradient, contribution)
                 )
-
-    def _describe_unfinished(self, here: list[int], elsewhere: list[int]) -> str:
-        rank = dist.get_rank(self.collective.group)
-        lines = [
-            "Expected to have finished reduction in the prior iteration before starting a new one. "
-            "In the last backward some parameters received no gradient; zeros were averaged for "
-            "them, so that ranks stay in step."
-        ]
-        if here:
-            lines.append(
-                f"Parameters which did not receive grad for rank {rank}: "
-                + ", ".join(self.names[i] for i in here)
-            )
-            lines.append(
-                f"Parameter indices which did not receive grad for rank {rank}: "
-                + " ".join(map(str, here))
-            )
-        if elsewhere:
-            lines.append(
-                f"Parameters which did not receive grad on other ranks than rank {rank}: "
-                + ", ".join(self.names[i] for i in elsewhere)
-            )
-        lines.append(
-            "If that is intended, wrap the model with find_unused_parameters=True; else make sure "
-            "that every output of forward takes part in the loss."
-        )
-        return "\n".join(lines)
 
 
 def _make_output_hook(

@@ -65,13 +65,10 @@ BAD_KEYWORDS = [
     ({"device_ids": [0]}, "ValueError", "Leave both out"),
     ({"output_device": 1}, "ValueError", "Leave both out"),
     ({"mixed_precision": "bf16"}, "TypeError", "mixed_precision: expected None or a torch.nn"),
-    ({"bucket_cap_mb_list": [1, 2]}, "NotImplementedError", "bucket_cap_mb_list is not there yet"),
-    (
-        {"skip_all_reduce_unused_params": True},
-        "NotImplementedError",
-        "skip_all_reduce_unused_params is not there yet",
-    ),
-    ({"param_to_hook_all_reduce": 1}, "NotImplementedError", "param_to_hook_all_reduce is not"),
+    ({"bucket_cap_mb_list": [1, -2]}, "ValueError", "bucket_cap_mb_list: expected a positive"),
+    ({"bucket_cap_mb_list": 3}, "TypeError", "bucket_cap_mb_list: expected a list of numbers"),
+    ({"skip_all_reduce_unused_params": 1}, "TypeError", "skip_all_reduce_unused_params: expected"),
+    ({"param_to_hook_all_reduce": 1}, "ValueError", "expected both or none"),
 ]
 
 
@@ -225,18 +222,6 @@ def check_groups(rank: int) -> None:
 
 def test_groups_and_meshes(two_ranks: Ranks) -> None:
     two_ranks.run(check_groups)
-
-
-def check_not_there_yet(rank: int) -> None:
-    wrapped = fusedddp.wrap(mlp())
-    for name in ("_get_ddp_logging_data",):
-        with pytest.raises(NotImplementedError, match=rf"FusedDDP\.{name} is not there yet"):
-            getattr(wrapped, name)()
-    still_works(rank)
-
-
-def test_methods_that_are_not_there_yet_say_so(two_ranks: Ranks) -> None:
-    two_ranks.run(check_not_there_yet)
 
 
 def test_without_a_process_group() -> None:

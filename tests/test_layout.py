@@ -27,7 +27,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[ParamSpec], list[int], Layout, dict[s
     keywords = {
         "world_size": draw(st.integers(1, 5)),
         "bucket_cap_bytes": draw(st.sampled_from([1, 100, 4096, 10**6])),
-        "first_bucket_cap_bytes": draw(st.sampled_from([1, 64, 4096])),
+        "leading_caps_bytes": draw(st.lists(st.sampled_from([1, 64, 4096]), max_size=2)),
         "has_flag": draw(st.booleans()),
         "chunk_bytes": draw(st.sampled_from([None, 1, 4096, 10**6])),
     }
@@ -99,23 +99,27 @@ def fp32(*numels: int) -> list[ParamSpec]:
 
 
 @pytest.mark.parametrize(
-    ("numels", "cap", "first_cap", "want"),
+    ("numels", "cap", "leading", "want"),
     [
-        ((4, 4, 4), 16, 16, [[0], [1], [2]]),  # each fills its bucket exactly
-        ((4, 4, 4), 17, 17, [[0, 1], [2]]),  # the one that fills it closes it
-        ((4, 4, 4), 10**9, 1, [[0], [1, 2]]),  # a small first bucket
-        ((4, 4, 4), 10**9, 10**9, [[0, 1, 2]]),
-        ((1, 100, 1, 1), 400, 8, [[1], [0, 2, 3]]),  # a direct one passes the open bucket
+        ((4, 4, 4), 16, (), [[0], [1], [2]]),  # each fills its bucket exactly
+        ((4, 4, 4), 17, (), [[0, 1], [2]]),  # the one that fills it closes it
+        ((4, 4, 4), 10**9, (1,), [[0], [1, 2]]),  # a small first bucket
+        ((4, 4, 4), 10**9, (), [[0, 1, 2]]),
+        ((1, 100, 1, 1), 400, (8,), [[1], [0, 2, 3]]),  # a direct one passes the open bucket
+        ((4, 4, 4, 4), 32, (1, 17), [[0], [1, 2], [3]]),  # one cap after the other
+        ((40, 4, 40), 32, (200,), [[0, 1, 2]]),  # only what reaches the largest cap is direct
     ],
-    ids=["at cap", "above cap", "first cap", "one bucket", "direct"],
+    ids=["at cap", "above cap", "first cap", "one bucket", "direct", "list", "largest"],
 )
-def test_caps(numels: tuple[int, ...], cap: int, first_cap: int, want: list[list[int]]) -> None:
+def test_caps(
+    numels: tuple[int, ...], cap: int, leading: tuple[int, ...], want: list[list[int]]
+) -> None:
     layout = build_layout(
         fp32(*numels),
         range(len(numels)),
         world_size=2,
         bucket_cap_bytes=cap,
-        first_bucket_cap_bytes=first_cap,
+        leading_caps_bytes=leading,
     )
     assert [list(bucket.params) for bucket in layout.buckets] == want
 
@@ -126,7 +130,6 @@ def test_a_worked_example() -> None:
         [1, 0],
         world_size=2,
         bucket_cap_bytes=MIB,
-        first_bucket_cap_bytes=MIB,
         has_flag=True,
     )
     (bucket,) = layout.buckets
@@ -138,7 +141,7 @@ def test_a_worked_example() -> None:
 
 
 def test_checksum_tells_layouts_apart() -> None:
-    keywords = dict(world_size=2, bucket_cap_bytes=64, first_bucket_cap_bytes=64)
+    keywords = dict(world_size=2, bucket_cap_bytes=64)
     base = build_layout(fp32(4, 8), [0, 1], **keywords)
     assert base.checksum == build_layout(fp32(4, 8), [0, 1], **keywords).checksum
     assert base.checksum != build_layout(fp32(4, 8), [1, 0], **keywords).checksum
@@ -146,10 +149,17 @@ def test_checksum_tells_layouts_apart() -> None:
 
 
 def test_bucket_caps() -> None:
-    assert bucket_caps(None) == (25 * MIB, MIB)
-    assert bucket_caps(4) == (4 * MIB, 4 * MIB)
-    assert bucket_caps(0.5) == (MIB // 2, MIB // 2)
-    assert bucket_caps(numpy.int64(2)) == (2 * MIB, 2 * MIB)
+    assert bucket_caps() == (25 * MIB, ())
+    assert bucket_caps(on_cpu=False) == (25 * MIB, (MIB,))
+    for on_cpu in (True, False):
+        assert bucket_caps(4, on_cpu=on_cpu) == (4 * MIB, ())
+        assert bucket_caps(0.5, on_cpu=on_cpu) == (MIB // 2, ())
+        assert bucket_caps(numpy.int64(2), on_cpu=on_cpu) == (2 * MIB, ())
+        assert bucket_caps(7, [1, 2, 0.5], on_cpu=on_cpu) == (MIB // 2, (MIB, 2 * MIB))
+    with pytest.raises(ValueError, match="bucket_cap_mb_list: expected a positive number"):
+        bucket_caps(None, [1, 0])
+    with pytest.raises(TypeError, match="bucket_cap_mb_list: expected a list"):
+        bucket_caps(None, 3)
     assert Options(static_graph=True).allows_unused
     assert Options(find_unused_parameters=True).allows_unused
     assert not Options().allows_unused

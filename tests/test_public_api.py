@@ -35,7 +35,7 @@ def test_keywords_are_ddps() -> None:
 def test_options() -> None:
     assert [field.name for field in fields(Options)] == [
         "bucket_cap_bytes",
-        "first_bucket_cap_bytes",
+        "leading_caps_bytes",
         "find_unused_parameters",
         "static_graph",
         "gradient_as_bucket_view",

@@ -591,7 +591,6 @@ def test_sparse_parameters_have_buckets_of_their_own(
             range(len(members)),
             world_size=2,
             bucket_cap_bytes=cap,
-            first_bucket_cap_bytes=cap,
             has_flag=has_flag,
             chunk_bytes=64,
         )
