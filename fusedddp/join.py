@@ -45,7 +45,8 @@ class MirrorSteps(JoinHook):
             self._drop_gradients()
         self._model._sync_final_model(is_last_joiner)  # type: ignore[no-untyped-call]
         self._model._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
-        self._model.reducer.collective.divide_factor = self._model.reducer.collective.world_size
+        collective = self._model.reducer.rounds.collective
+        collective.divide_factor = collective.world_size
 
     def _drop_gradients(self) -> None:
         for param in self._model.reducer.params:
@@ -58,7 +59,7 @@ def begin_step(model: FusedDDP) -> None:
     if work is None:
         return
     (num_active,) = work.get_future().wait()
-    collective = model.reducer.collective
+    collective = model.reducer.rounds.collective
     collective.divide_factor = (
         collective.world_size if model._divide_by_initial_world_size else int(num_active.item())
     )

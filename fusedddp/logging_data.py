@@ -37,13 +37,13 @@ def collect(model: FusedDDP) -> dict[str, Any]:
     layout = reducer.layout
     dtypes = sorted({str(param.dtype).removeprefix("torch.") for param in params})
     sizes = [] if layout is None else [b.numel * b.dtype.itemsize for b in layout.buckets]
-    hook = reducer.comm_hook
+    hook = reducer.rounds.comm_hook
     return {
         "module_name": type(model.module).__name__,
         "world_size": dist.get_world_size(group),
         "rank": dist.get_rank(group),
         "backend_name": dist.get_backend(group),
-        "iteration": reducer.num_rounds,
+        "iteration": reducer.rounds.count,
         "has_error": int(bool(model.logger.error)),
         "error": model.logger.error,
         "device_ids": ", ".join(map(str, model.device_ids or ())),
@@ -59,7 +59,7 @@ def collect(model: FusedDDP) -> dict[str, Any]:
         "find_unused_parameters": int(model.find_unused_parameters),
         "gradient_as_bucket_view": int(model.gradient_as_bucket_view),
         "static_graph": int(model.static_graph),
-        "bucket_cap_bytes": reducer.options.bucket_cap_bytes,
+        "bucket_cap_bytes": reducer.rounds.options.bucket_cap_bytes,
         **({} if hook is None else {"comm_hook": hook.name}),
         "has_rebuilt_buckets": int(layout is not None),
         "rebuilt_bucket_sizes": ", ".join(map(str, sizes)),

@@ -391,7 +391,7 @@ class FusedDDP(DistributedDataParallel):
             return
         old = self.reducer
         old.remove_hooks()
-        self._build_reducer(old.options, old.comm_hook)
+        self._build_reducer(old.rounds.options, old.rounds.comm_hook)
         self.reducer.take_over(old)
         self.device = self._module_parameters[0].device
 
@@ -559,7 +559,7 @@ class FusedDDP(DistributedDataParallel):
         self.process_group = require_group(new_process_group, "_update_process_group")
         old = self.reducer
         old.remove_hooks()
-        self._build_reducer(old.options, old.comm_hook)
+        self._build_reducer(old.rounds.options, old.rounds.comm_hook)
         self.reducer.take_over(old)
 
     def _set_static_graph(self) -> None:
@@ -569,7 +569,7 @@ class FusedDDP(DistributedDataParallel):
             )
             return
         with self._logs_errors():
-            self.reducer.set_static_graph()
+            self.reducer.rounds.set_static_graph()
         self.static_graph = True
 
     def _set_sparse_metadata(self, global_unique_ids: Mapping[str, Tensor]) -> None:
@@ -616,7 +616,7 @@ class FusedDDP(DistributedDataParallel):
         ):
             state.pop(name, None)
         state["_lazy_init_ran"] = False
-        state["_options"] = self.reducer.options
+        state["_options"] = self.reducer.rounds.options
         return state
 
     def _restore(self, state: Mapping[str, Any], group: dist.ProcessGroup) -> None:

@@ -32,6 +32,15 @@ class Recording:
         self._order: dict[int, None] = {}
         self._fire_counts = [0] * num_params
 
+    @classmethod
+    def of(cls, fired: bytearray) -> Recording:
+        """One in which each parameter whose byte is 1 fired once, in the order of indices."""
+        recording = cls(len(fired))
+        for index, has_fired in enumerate(fired):
+            if has_fired:
+                recording.note(index)
+        return recording
+
     def note(self, index: int) -> None:
         self._order.pop(index, None)
         self._order[index] = None

@@ -1,16 +1,14 @@
 """Drives the buckets through a backward: hooks, launch order, the end of backward.
 
-See Note [Rounds].
+A backward that is to be reduced ends in one round: see Note [Rounds].
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,34 +17,18 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from fusedddp.bucket import Bucket, Chunk
-from fusedddp.collectives import Collective
 from fusedddp.comm_hooks import CommHook
 from fusedddp.config import Options
-from fusedddp.control import ControlReading
 from fusedddp.hooks import ParamHooks
 from fusedddp.layout import Layout
 from fusedddp.mixed_precision import MixedPrecision
-from fusedddp.one_shot import reduce_gradients
 from fusedddp.optimizers import StepWatch, params_of
+from fusedddp.output_hooks import watch_output
 from fusedddp.plan import Plan
 from fusedddp.recording import Recording
-from fusedddp.sparse import GradientLayouts, add_reduced
-from fusedddp.usage import Usage
+from fusedddp.rounds import Rounds
 
 logger = logging.getLogger(__name__)
-
-# The first round reduces in pieces of about this size, so that its memory is little more than that
-# of the gradients.
-_FIRST_ROUND_BYTES = 256 * 1024
-
-# Note [Rounds]
-# ~~~~~~~~~~~~~
-# A round issues every bucket once, in index order, on every rank. Whatever happens in a backward,
-# each rank that takes part in it issues one round: gradients that did not come are zeros, and a
-# backward that an exception ended is completed with zeros before the next forward. So ranks never
-# pair different collectives. A backward in which no parameter of the wrapper received anything
-# (torch.autograd.grad) is no round, unless parameters may be unused and it would have accumulated.
-# A rank without data issues a round of zeros (`skip_round`).
 
 
 class Phase(enum.Enum):
@@ -97,19 +79,10 @@ class Reducer:
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
         self.device = self.params[0].device
-        self.options = options
-        self.collective = Collective(group)
-        self.comm_hook = comm_hook
-        self._sparse = sparse
-        self._layouts = self._choose_layouts()
-        self.plan: Plan | None = None
-        self.num_rounds = 0
         self._frozen = [param for _, param in frozen]
         self._phase = Phase.IDLE
         self._requires_sync = requires_sync
-        self._on_launched = on_launched
         self._on_reduced = on_reduced
-        self._check_params = check_params
         self._precision = precision
         # Whether a backward is reduced whose forward returned no tensor that could carry a hook.
         self._hidden_forward_syncs = True
@@ -120,7 +93,6 @@ class Reducer:
         self._fired = bytearray(len(self.params))
         self._fired_before = bytearray(len(self.params))
         self._notes_producers = any(param.device.type != "cpu" for param in self.params)
-        self.usage = Usage(self.names, self.params, options, group)
         # What `.grad` was after a backward that was to be reduced and delivered nothing.
         self._undelivered: list[Tensor | None] | None = None
         # Whether this backward accumulates into leaves, which torch.autograd.grad does not.
@@ -136,8 +108,23 @@ class Reducer:
 
         self._watch = StepWatch(check_step)
         weakref.finalize(self, self._watch.stop).atexit = False
-        self._start_backward_state()
         self._hooks = ParamHooks(self, self.params, frozen)
+        self.rounds = Rounds(
+            self.names,
+            self.params,
+            group,
+            options,
+            hooks=self._hooks,
+            on_launched=on_launched,
+            check_params=check_params,
+            comm_hook=comm_hook,
+            sparse=sparse,
+        )
+        self._start_backward_state()
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.rounds.plan
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -174,19 +161,8 @@ class Reducer:
                 "expected no comm hook beside mixed_precision, which reduces in its own dtype, "
                 f"found {hook.name}. Leave one of them out."
             )
-        if self.comm_hook is not None:
-            raise RuntimeError(
-                "register_comm_hook or register_builtin_comm_hook can only be called once. Found "
-                f"{self.comm_hook.name}; wrap the module again to use another hook."
-            )
         self.check_finalized()
-        self.comm_hook = hook
-        self._layouts = self._choose_layouts()
-        self.plan = None
-
-    def _choose_layouts(self) -> GradientLayouts:
-        sparse = self._sparse if self.comm_hook is None else ()
-        return GradientLayouts(self.names, self.params, sparse)
+        self.rounds.set_comm_hook(hook)
 
     # -- gradients arrive ------------------------------------------------------------------------
 
@@ -230,7 +206,7 @@ class Reducer:
             self._overtaken.append(index)
             return
         if not chunk.fits(gradients):
-            self._layouts.conform(bucket.layout.params[chunk.start : chunk.stop])
+            self.rounds.layouts.conform(bucket.layout.params[chunk.start : chunk.stop])
             if chunk.find_misfit() is not None:
                 self._record_anew(chunk)
                 return
@@ -252,32 +228,10 @@ class Reducer:
         self._gather_arrivals()
 
     def _record_anew(self, chunk: Chunk) -> None:
-        """Drops the plan, because the module was changed: this backward is recorded instead.
-
-        Args:
-            chunk: one with a gradient that does not fit.
-
-        Raises:
-            RuntimeError: part of this backward has been reduced for the old layout already.
-        """
-        misfit = chunk.find_misfit()
-        assert misfit is not None and self.plan is not None
-        param, (dtype, shape, _) = misfit
-        assert param.grad is not None
-        index = next(i for i, other in enumerate(self.params) if other is param)
-        if self.plan.has_taken_any():
-            raise RuntimeError(
-                f"expected the gradient of {self.names[index]} to be of {dtype} and shape "
-                f"{tuple(shape)}, as when the buckets were laid out, found {param.grad.dtype} and "
-                f"{tuple(param.grad.shape)}. Wrap the module again after changing a part of it."
-            )
-        if self.phase is Phase.REDUCING:
-            self._gather_arrivals()
-        self.plan = None
-        self._recording = Recording(len(self.params))
-        for arrived, has_fired in enumerate(self._fired):
-            if has_fired:
-                self._recording.note(arrived)
+        """Records this backward, because `chunk` has a gradient that does not fit."""
+        self._gather_arrivals()
+        self.rounds.drop_plan(chunk)
+        self._recording = Recording.of(self._fired)
         self.phase = Phase.RECORDING
 
     # -- forwards --------------------------------------------------------------------------------
@@ -296,7 +250,7 @@ class Reducer:
         if self.phase is not Phase.IDLE:
             self._complete_abandoned()
         if sync:
-            self.usage.start_forward()
+            self.rounds.usage.start_forward()
 
     def is_outdated(self) -> bool:
         """Whether other parameters require a gradient now, or the module has been moved.
@@ -304,34 +258,23 @@ class Reducer:
         Asks every parameter that was frozen, but those that were trained only after a round that
         lacked one which is frozen by now: with 100,000 parameters asking takes 9 ms.
         """
-        may_be_frozen, self.usage.has_frozen_since = self.usage.has_frozen_since, False
+        may_be_frozen, self.rounds.usage.has_frozen_since = (
+            self.rounds.usage.has_frozen_since,
+            False,
+        )
         return (
             self.params[0].device != self.device
             or any([param.requires_grad for param in self._frozen])
             or (may_be_frozen and not all([param.requires_grad for param in self.params]))
         )
 
-    def set_static_graph(self) -> None:
-        """Takes it that every backward uses the parameters of the first one.
-
-        Raises:
-            RuntimeError: a backward has been reduced already.
-        """
-        if self.num_rounds:
-            raise RuntimeError(
-                "_set_static_graph should be called before training loop starts, found that "
-                f"{self.num_rounds} backwards have been reduced. Pass static_graph=True to "
-                "fusedddp.wrap instead."
-            )
-        self.options = self.usage.options = dataclasses.replace(self.options, static_graph=True)
-
     def _ddp_graph_static(self) -> bool:
         """DDP's name for whether all backwards so far have used the same parameters here."""
-        return not self.usage.has_varied
+        return not self.rounds.usage.has_varied
 
     def _get_local_used_map(self) -> Tensor:
         """DDP's name for the number of ranks that each parameter was used on, [params], int32."""
-        return self.usage.local_used_map()
+        return self.rounds.usage.local_used_map()
 
     def take_over(self, other: Reducer) -> None:
         """Counts what was accumulated without reduction under a reducer that this one replaces."""
@@ -351,20 +294,17 @@ class Reducer:
             outputs: a backward through any of them is one through the wrapper.
             sync: whether that backward is to be reduced.
         """
-        self._hidden_forward_syncs = sync
-        for output in outputs:
-            if output.grad_fn is None:  # a leaf would keep the hook for ever
-                continue
-            leaf = _nearest_leaf(output.grad_fn) if self.options.find_unused_parameters else None
-            output.register_hook(_make_output_hook(weakref.ref(self), sync, leaf))  # type: ignore[no-untyped-call]
-            self._hidden_forward_syncs = True
+        # All of them: `any` would stop at the first that can carry a hook.
+        finds_leaf = self.rounds.options.find_unused_parameters
+        is_watched = [watch_output(self, x, sync, finds_leaf=finds_leaf) for x in outputs]
+        self._hidden_forward_syncs = sync or any(is_watched)
 
-    def reach_output(self, sync: bool, leaf: Any) -> None:
+    def reach_output(self, sync: bool, accumulates: bool) -> None:
         """A backward has reached an output of a forward; it is the outermost one, mostly.
 
         Args:
             sync: whether a backward through that output is to be reduced.
-            leaf: a node that accumulates into a leaf below the output, if any is known.
+            accumulates: whether it accumulates into leaves, as far as that was asked for.
         """
         self._drop_stale()
         if self.phase is Phase.IDLE:
@@ -375,8 +315,7 @@ class Reducer:
             # It began at an output made under no_sync, and reaches one that is to be reduced. What
             # has fired so far is taken at the end.
             self.phase = Phase.RECORDING if self.plan is None else Phase.REDUCING
-        if leaf is not None and not self._accumulates:
-            self._accumulates = _will_accumulate(leaf)
+        self._accumulates |= accumulates
 
     # -- backwards -------------------------------------------------------------------------------
 
@@ -443,25 +382,13 @@ class Reducer:
             ):
                 self._complete_round()
             else:
-                self._check_absent(range(len(self.params)))
+                self.rounds.check_absent(range(len(self.params)))
                 self._undelivered = [param.grad for param in self.params]
         except BaseException:
             self._abandon()
             raise
         finally:
             self.phase = Phase.IDLE
-
-    def _check_absent(self, indices: Sequence[int]) -> None:
-        """Raises RuntimeError if it is the module that changed, where gradients did not arrive."""
-        lost = next((i for i in indices if self._hooks.is_lost(i)), None)
-        if lost is not None:
-            raise RuntimeError(
-                f"expected the hook of fusedddp on {self.names[lost]}, found that it is gone, so "
-                "that its gradient is not averaged. torch.utils.swap_tensors does that, as do "
-                "conversions with torch.__future__.set_swap_module_params_on_conversion. Wrap the "
-                "module again after converting it."
-            )
-        self._check_params(indices)
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Called before an optimizer steps, while gradients may not be what it takes them for.
@@ -548,7 +475,7 @@ class Reducer:
         self._fired_before = bytearray(len(self.params))
         try:
             self._complete_round(was_abandoned=phase is Phase.RECORDING)
-            self.usage.drop_lacking()
+            self.rounds.usage.drop_lacking()
         finally:
             self._abandon()
             for param, gradient in zip(self.params, left, strict=True):
@@ -564,8 +491,6 @@ class Reducer:
         self._start_backward_state()
         self._fired_before = bytearray(len(self.params))
 
-    # -- rounds ----------------------------------------------------------------------------------
-
     def _complete_round(self, *, was_abandoned: bool = False, is_skipped: bool = False) -> None:
         if self._overtaken:
             assert self.plan is not None
@@ -574,172 +499,16 @@ class Reducer:
             self._hooks.put_last(set(self._overtaken) - shared)
         if 0 in self._fired and 1 in self._fired_before:
             self._fired = _either(self._fired, self._fired_before)
-        if self.plan is None or self.plan.find_misfit() is not None:
-            self._layouts.conform(range(len(self.params)))
-        misfit = None if self.plan is None else self.plan.find_misfit()
-        if misfit is not None:
-            self._record_anew(misfit)
-        if self.plan is None:
-            self._first_round(was_abandoned=was_abandoned, is_skipped=is_skipped)
-        else:
-            self._round(is_skipped=is_skipped)
-        self._fired_before = bytearray(len(self.params))
-        self.num_rounds += 1
-        self.note_delivery()
-        self._on_reduced()
-
-    def _first_round(self, *, was_abandoned: bool, is_skipped: bool) -> None:
-        """Reduces what the recorded backward left, and lays the buckets out for all later ones."""
-        agreement = self._recording.agree(
-            self.collective.group,
-            self.device,
-            was_abandoned=was_abandoned,
-            is_skipped=is_skipped,
-            has_comm_hook=self.comm_hook is not None,
-        )
-        # A parameter of two wrappers is averaged by both, one after the other.
-        waits_for_end = {
-            index
-            for index, count in enumerate(agreement.fire_counts)
-            if count > 1 or self._hooks.is_shared(index)
-        }
-        plan = Plan(
-            self.params,
-            agreement.order,
-            waits_for_end,
-            self.collective,
-            self.options,
-            self.comm_hook,
-            self._layouts.sparse,
-        )
-        if self.comm_hook is not None:
-            self._adopt(plan)
-            self._round(is_skipped=is_skipped)
-        else:
-            finish_buffers = self._on_launched()
-            # In small pieces: all gradients are still there, so a bucket comes on top of them.
-            dense = (p for i, p in enumerate(self.params) if i not in self._layouts.sparse)
-            largest = max((p.numel() * p.element_size() for p in dense), default=0)
-            num_lacking = reduce_gradients(
-                self.params,
-                self.collective,
-                bucket_cap_bytes=max(largest, _FIRST_ROUND_BYTES),
-                as_view=self.options.gradient_as_bucket_view,
-                present=self._fired,
-                reduce_dtype=self.options.reduce_dtype,
-                ops=self.options.ops,
-            )
-            finish_buffers()
-            self.usage.note_round(
-                self._fired,
-                [self.collective.world_size - count for count in num_lacking],
-                agreement.num_expected,
-                is_skipped=is_skipped,
-            )
-            if agreement.is_whole:
-                self._adopt(plan)
-        if not agreement.is_whole:
-            self.plan = None
-
-    def _adopt(self, plan: Plan) -> None:
-        self.plan = plan
-        self._hooks.bind([chunk for _, chunk in plan.chunks])
-
-    def _round(self, *, is_skipped: bool) -> None:
-        assert self.plan is not None
-        reading, late = self.plan.complete_round(
+        self.rounds.complete(
             self._fired,
             self._late,
-            round_index=self.num_rounds,
-            is_skipped=is_skipped,
-            on_launched=self._on_launched,
-        )
-        if late or reading is not None:
-            self._settle_late(late, reading)
-        self.usage.note_round(
-            self._fired,
-            None if reading is None else reading.num_ranks.tolist(),
-            self.collective.world_size if reading is None else reading.num_expected,
+            self._recording,
+            was_abandoned=was_abandoned,
             is_skipped=is_skipped,
         )
-        if 0 in self._fired and not is_skipped:
-            self._check_absent([i for i, fired in enumerate(self._fired) if not fired])
-
-    def _settle_late(self, late: dict[int, Tensor | None], reading: ControlReading | None) -> None:
-        """Reduces contributions that came after theirs had been taken, and adds them.
-
-        All ranks know of them where the exchange is read everywhere; else this raises.
-        """
-        assert self.plan is not None
-        if not self.plan.reads_freely or reading is None:
-            if late:
-                raise RuntimeError(
-                    "expected each of these parameters to receive its last gradient before its "
-                    "bucket was reduced, as in the first backward, found a later one on rank "
-                    f"{dist.get_rank(self.collective.group)}: "
-                    f"{', '.join(self.names[i] for i in late)}. All gradients of this backward "
-                    "were dropped. Wrap the model again after changing how often a block runs."
-                )
-            return
-        indices = reading.is_late.nonzero().flatten().tolist()
-        if not indices:
-            return
-        self.plan.waits_for_end |= frozenset(indices)
-        params = [self.params[i] for i in indices]
-        reduced = [param.grad for param in params]
-        for param, index in zip(params, indices, strict=True):
-            param.grad = late.get(index)
-        self._layouts.conform(indices)
-        reduce_gradients(
-            params,
-            self.collective,
-            bucket_cap_bytes=self.options.bucket_cap_bytes,
-            reduce_dtype=self.options.reduce_dtype,
-            ops=self.options.ops,
-        )
-        with torch.no_grad():
-            for param, gradient in zip(params, reduced, strict=True):
-                contribution = param.grad
-                assert contribution is not None
-                param.grad = (
-                    contribution if gradient is None else add_reduced(gradient, contribution)
-                )
-
-
-def _make_output_hook(
-    reference: weakref.ref[Reducer], sync: bool, leaf: Any
-) -> Callable[[Tensor], None]:
-    def hook(_: Tensor) -> None:
-        reducer = reference()
-        if reducer is not None:
-            reducer.reach_output(sync, leaf)
-
-    return hook
-
-
-def _nearest_leaf(node: Any) -> Any:
-    """A node under `node` that accumulates into a leaf, or None; breadth first, it is near."""
-    seen, level = {node}, [node]
-    while level:
-        below = []
-        for current in level:
-            for child, _ in current.next_functions:
-                if child is None or child in seen:
-                    continue
-                if hasattr(child, "variable"):
-                    return child
-                seen.add(child)
-                below.append(child)
-        level = below
-    return None
-
-
-def _will_accumulate(leaf: Any) -> bool:
-    """Whether the running backward accumulates into leaves: backward() does, autograd.grad not."""
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # what it says of the inputs of autograd.grad
-        return False
+        self._fired_before = bytearray(len(self.params))
+        self.note_delivery()
+        self._on_reduced()
 
 
 def _either(a: bytearray, b: bytearray) -> bytearray:

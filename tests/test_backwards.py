@@ -184,7 +184,7 @@ def check_autograd_grad(rank: int) -> None:
         want = mean_of_ranks(model, lambda m, r, s=step: loss(m, r, s))
         # The last bias has no part in the slope but in the output.
         assert_gradients(wrapped, want)
-    assert wrapped.reducer.num_rounds == 3, "torch.autograd.grad is no round"
+    assert wrapped.reducer.rounds.count == 3, "torch.autograd.grad is no round"
 
 
 def test_autograd_grad_is_not_reduced(two_ranks: Ranks) -> None:
@@ -231,7 +231,7 @@ def check_checkpointing(rank: int, reentrant: bool) -> None:
         wrapped.zero_grad()
         wrapped(batch(step, rank, (5, 4))).backward()
         assert_gradients(wrapped, mean_of_ranks(model, lambda m, r, s=step: m(batch(s, r, (5, 4)))))
-    assert wrapped.reducer.num_rounds == 3
+    assert wrapped.reducer.rounds.count == 3
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])

@@ -148,12 +148,12 @@ def check_failure_in_flight(rank: int) -> None:
     model = nn.Linear(4, 2)
     wrapped = fusedddp.wrap(model)
     wrapped(batch(0, rank, (3, 4))).sum().backward()
-    on_round = wrapped.reducer._on_launched
+    on_round = wrapped.reducer.rounds._on_launched
 
     def fail() -> Any:
         raise RuntimeError("failed between launch and wait")
 
-    wrapped.reducer._on_launched = fail
+    wrapped.reducer.rounds._on_launched = fail
     wrapped.zero_grad()
     loss = wrapped(batch(1, rank, (3, 4))).sum()
     if rank == 1:
@@ -161,7 +161,7 @@ def check_failure_in_flight(rank: int) -> None:
     with pytest.raises(RuntimeError, match="between launch and wait"):
         loss.backward()
     assert all(p.grad is None for p in model.parameters())
-    wrapped.reducer._on_launched = on_round
+    wrapped.reducer.rounds._on_launched = on_round
     for step in range(2, 5):
         wrapped.zero_grad()
         want = mean_of_ranks(
@@ -214,3 +214,30 @@ def test_a_failing_collective_leaves_no_gradient(
     two_ranks: Ranks, rounds_before: int, manual: bool
 ) -> None:
     two_ranks.run(check_failing_collective, rounds_before, manual)
+
+
+def check_failed_autograd_grad(rank: int, find_unused: bool, views: bool) -> None:
+    """torch.autograd.grad is no round, also where it raises, on whichever rank that is."""
+    model = Explosive()
+    wrapped = fusedddp.wrap(
+        model, find_unused_parameters=find_unused, gradient_as_bucket_view=views
+    )
+    for step in range(4):
+        wrapped.zero_grad()
+        if rank == 1:
+            Bomb.armed = True
+            x = batch(step, rank, (5, 4)).requires_grad_()
+            with pytest.raises(ArithmeticError):
+                torch.autograd.grad(wrapped(x), x)
+            Bomb.armed = False
+        wrapped(batch(step, rank, (5, 4))).backward()
+        assert_gradients(wrapped, mean_of_ranks(model, lambda m, r: m(batch(step, r, (5, 4)))))
+    assert wrapped.reducer.rounds.count == 4
+
+
+@both_views
+@pytest.mark.parametrize("find_unused", [False, True], ids=["strict", "unused"])
+def test_a_failed_autograd_grad_is_no_round(
+    two_ranks: Ranks, find_unused: bool, views: bool
+) -> None:
+    two_ranks.run(check_failed_autograd_grad, find_unused, views)

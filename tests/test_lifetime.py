@@ -73,7 +73,7 @@ def check_copies(rank: int) -> None:
     assert_gradients(
         loaded, mean_of_ranks(mlp(), lambda m, r: m(batch(1, r, (8, 20))).square().sum())
     )
-    assert loaded.reducer.options == default.reducer.options
+    assert loaded.reducer.rounds.options == default.reducer.rounds.options
     theirs = DistributedDataParallel(mlp())
     theirs.load_state_dict(default.state_dict())
     default.load_state_dict(theirs.state_dict())
@@ -113,13 +113,13 @@ def check_overlap(rank: int) -> list[str]:
     model = mlp()
     events: list[str] = []
     wrapped = fusedddp.wrap(model, bucket_cap_mb=1 / 256)
-    launch = wrapped.reducer.collective.launch
+    launch = wrapped.reducer.rounds.collective.launch
 
     def noting_launch(*args: Any) -> Any:
         events.append("launch")
         return launch(*args)
 
-    wrapped.reducer.collective.launch = noting_launch
+    wrapped.reducer.rounds.collective.launch = noting_launch
     model[0].weight.register_hook(lambda g: events.append("last gradient"))
     for step in range(2):
         events.clear()
