@@ -13,15 +13,16 @@ class _Listener(Protocol):
     def reach_output(self, sync: bool, accumulates: bool) -> None: ...
 
 
-def watch_output(listener: _Listener, output: Tensor, sync: bool, *, finds_leaf: bool) -> bool:
+def watch_output(listener: _Listener, output: Tensor, sync: bool) -> bool:
     """Calls ``listener.reach_output(sync, accumulates)`` when a backward reaches `output`.
+
+    `accumulates` tells whether that backward accumulates into leaves, as ``backward()`` does and
+    ``torch.autograd.grad`` does not.
 
     Args:
         listener: held weakly.
         output: what a forward returned.
         sync: passed on.
-        finds_leaf: whether to tell if that backward accumulates into leaves, as ``backward()``
-            does and ``torch.autograd.grad`` does not; if not, `accumulates` is False.
 
     Returns:
         Whether a backward can reach it at all.
@@ -29,7 +30,7 @@ def watch_output(listener: _Listener, output: Tensor, sync: bool, *, finds_leaf:
     if output.grad_fn is None:  # a leaf would keep the hook for ever
         return False
     reference = weakref.ref(listener)
-    leaf = _nearest_leaf(output.grad_fn) if finds_leaf else None
+    leaf = _nearest_leaf(output.grad_fn)
 
     def hook(_: Tensor) -> None:
         alive = reference()

@@ -258,10 +258,8 @@ class Reducer:
         Asks every parameter that was frozen, but those that were trained only after a round that
         lacked one which is frozen by now: with 100,000 parameters asking takes 9 ms.
         """
-        may_be_frozen, self.rounds.usage.has_frozen_since = (
-            self.rounds.usage.has_frozen_since,
-            False,
-        )
+        usage = self.rounds.usage
+        may_be_frozen, usage.has_frozen_since = usage.has_frozen_since, False
         return (
             self.params[0].device != self.device
             or any([param.requires_grad for param in self._frozen])
@@ -294,9 +292,7 @@ class Reducer:
             outputs: a backward through any of them is one through the wrapper.
             sync: whether that backward is to be reduced.
         """
-        # All of them: `any` would stop at the first that can carry a hook.
-        finds_leaf = self.rounds.options.find_unused_parameters
-        is_watched = [watch_output(self, x, sync, finds_leaf=finds_leaf) for x in outputs]
+        is_watched = [watch_output(self, output, sync) for output in outputs]
         self._hidden_forward_syncs = sync or any(is_watched)
 
     def reach_output(self, sync: bool, accumulates: bool) -> None:
@@ -304,7 +300,7 @@ class Reducer:
 
         Args:
             sync: whether a backward through that output is to be reduced.
-            accumulates: whether it accumulates into leaves, as far as that was asked for.
+            accumulates: whether it accumulates into leaves.
         """
         self._drop_stale()
         if self.phase is Phase.IDLE:
@@ -377,9 +373,7 @@ class Reducer:
                 self._hidden_forward_syncs = True  # what a forward under no_sync asked for is done
                 if 1 in self._fired:
                     self.note_delivery()
-            elif 1 in self._fired or (
-                self._accumulates and any(p.requires_grad for p in self.params)
-            ):
+            elif 1 in self._fired or self._may_use_nothing():
                 self._complete_round()
             else:
                 self.rounds.check_absent(range(len(self.params)))
@@ -389,6 +383,14 @@ class Reducer:
             raise
         finally:
             self.phase = Phase.IDLE
+
+    def _may_use_nothing(self) -> bool:
+        """Whether a backward in which nothing fired is a round: other ranks may use parameters."""
+        return (
+            self._accumulates
+            and self.rounds.options.find_unused_parameters
+            and any(param.requires_grad for param in self.params)
+        )
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Called before an optimizer steps, while gradients may not be what it takes them for.
@@ -457,6 +459,8 @@ class Reducer:
         if phase is Phase.LOCAL:
             self._fired_before = _either(self._fired_before, self._fired)
             return
+        if not (self._accumulates or 1 in self._fired):
+            return  # torch.autograd.grad: other ranks have no round for it, either
         logger.warning(
             "The last backward ended in an exception. Its reduction is completed with zeros, so "
             "that ranks stay in step, and its gradients are dropped."

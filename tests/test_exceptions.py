@@ -231,7 +231,8 @@ def check_failed_autograd_grad(rank: int, find_unused: bool, views: bool) -> Non
                 torch.autograd.grad(wrapped(x), x)
             Bomb.armed = False
         wrapped(batch(step, rank, (5, 4))).backward()
-        assert_gradients(wrapped, mean_of_ranks(model, lambda m, r: m(batch(step, r, (5, 4)))))
+        want = mean_of_ranks(model, lambda m, r, s=step: m(batch(s, r, (5, 4))))
+        assert_gradients(wrapped, want)
     assert wrapped.reducer.rounds.count == 4
 
 
