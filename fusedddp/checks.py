@@ -101,7 +101,47 @@ def check_module(module: Module) -> None:
             raise NotImplementedError(f"expected dense parameters, found {param.layout} for {name}")
 
 
-def device_index(device: int | torch.device | str) -> int:
+def choose_devices(
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    params: Sequence[Parameter],
+) -> tuple[list[int] | None, int | None]:
+    """The index of the one GPU that inputs are moved to, in a list, and that of outputs; or None.
+
+    Raises:
+        ValueError: several devices, or devices for a module that is not on one GPU.
+    """
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            "device_ids can only be None or contain a single element. "
+            f"Found {device_ids}. Start one process per device."
+        )
+    types = {param.device.type for param in params}
+    if len(types) != 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but "
+            f"input module parameters locate in {types}."
+        )
+    if "meta" in types:
+        raise ValueError(
+            "expected parameters with memory, found some on the meta device. Materialise the "
+            "module first: module.to_empty(device=...), then initialise its parameters."
+        )
+    devices = {param.device for param in params}
+    if device_ids and types != {"cpu"} and len(devices) == 1:
+        index = _device_index(device_ids[0])
+        return [index], index if output_device is None else _device_index(output_device)
+    if device_ids or output_device:
+        raise ValueError(
+            "DistributedDataParallel device_ids and output_device arguments only work with "
+            "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
+            f"{device_ids}, output_device {output_device}, and module parameters {devices}. "
+            "Leave both out."
+        )
+    return None, None
+
+
+def _device_index(device: int | torch.device | str) -> int:
     if isinstance(device, int):
         return device
     index = torch.device(device).index

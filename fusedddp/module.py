@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -24,8 +22,8 @@ from fusedddp.checks import (
     check_delayed,
     check_flags,
     check_module,
+    choose_devices,
     choose_group,
-    device_index,
     require_ops,
 )
 from fusedddp.comm_hooks import CommHook, CommHookFn, builtin_comm_hook
@@ -34,6 +32,8 @@ from fusedddp.join import MirrorSteps, begin_step, tell_sync
 from fusedddp.logging_data import ErrorLog, collect
 from fusedddp.mixed_precision import MixedPrecision, require_mixed_precision
 from fusedddp.optimizers import step_in_backward, take_over_in_backward
+from fusedddp.output_hooks import find_tensors
+from fusedddp.owners import Owners
 from fusedddp.process_group import require_group
 from fusedddp.reducer import Reducer
 from fusedddp.replicas import broadcast, describe, fail_together, start_broadcast, verify_same
@@ -189,7 +189,9 @@ class FusedDDP(DistributedDataParallel):
             self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
             self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
             self.mixed_precision = mixed_precision
-            self._set_devices(device_ids, output_device)
+            self.device_ids, self.output_device = choose_devices(
+                device_ids, output_device, self._module_parameters
+            )
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error
         if init_sync:
@@ -278,43 +280,6 @@ class FusedDDP(DistributedDataParallel):
         self._optimized_in_backward: list[Parameter] = []
         self._has_run_forward = False
 
-    def _set_devices(
-        self,
-        device_ids: list[int | torch.device] | None,
-        output_device: int | torch.device | None,
-    ) -> None:
-        if device_ids is not None and len(device_ids) > 1:
-            raise ValueError(
-                "device_ids can only be None or contain a single element. "
-                f"Found {device_ids}. Start one process per device."
-            )
-        types = {p.device.type for p in self._module_parameters}
-        if len(types) != 1:
-            raise ValueError(
-                "DistributedDataParallel's input module must be on the same type of devices, but "
-                f"input module parameters locate in {types}."
-            )
-        if "meta" in types:
-            raise ValueError(
-                "expected parameters with memory, found some on the meta device. Materialise the "
-                "module first: module.to_empty(device=...), then initialise its parameters."
-            )
-        if not device_ids or self.device_type == "cpu" or self.is_multi_device_module:
-            if device_ids or output_device:
-                raise ValueError(
-                    "DistributedDataParallel device_ids and output_device arguments only work with "
-                    "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
-                    f"{device_ids}, output_device {output_device}, and module parameters "
-                    f"{ {p.device for p in self._module_parameters} }. Leave both out."
-                )
-            self.device_ids = None
-            self.output_device = None
-        else:
-            self.device_ids = [device_index(device_ids[0])]
-            self.output_device = device_index(
-                device_ids[0] if output_device is None else output_device
-            )
-
     def _set_buffer_flags(
         self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
     ) -> bool:
@@ -346,6 +311,9 @@ class FusedDDP(DistributedDataParallel):
         trained = [(n, p) for n, p in self._named_replicas() if p.requires_grad]
         frozen = [(n, p) for n, p in self._named_replicas() if not p.requires_grad]
         sparse = sparse_params(self.module)
+        owners = Owners(
+            self.module, [p for _, p in trained], self._module_parameters, self.parameters_to_ignore
+        )
         self.reducer = Reducer(
             trained,
             frozen,
@@ -354,30 +322,11 @@ class FusedDDP(DistributedDataParallel):
             requires_sync=_weakly(self, lambda wrapper: wrapper.require_backward_grad_sync),
             on_launched=_weakly(self, lambda wrapper: wrapper._start_buffer_sync()),
             on_reduced=_weakly(self, lambda wrapper: wrapper._finish_backward()),
-            check_params=_weakly(self, lambda wrapper, indices: wrapper._check_params(indices)),
+            check_params=owners.check,
             comm_hook=comm_hook,
             sparse=[i for i, (_, p) in enumerate(trained) if id(p) in sparse],
             precision=self._precision,
         )
-        self._owners = _owners_of(self.module, self.reducer.params)
-
-    def _check_params(self, indices: Sequence[int]) -> None:
-        """Raises if the module has other parameters by now in place of those at `indices`."""
-        if all(
-            owner._parameters.get(name) is self.reducer.params[index]
-            for index in indices
-            for owner, name in [self._owners[index]]
-        ):
-            return
-        # Not where they were; a parametrization may have moved them, though.
-        wrapped = set(map(id, self._module_parameters))
-        for name, param in self._named_replicas():
-            if id(param) not in wrapped:
-                raise RuntimeError(
-                    f"expected the parameters that were wrapped, found another one as {name}: its "
-                    "gradient is not averaged. Wrap the module again after replacing parameters "
-                    "(load_state_dict(assign=True) replaces all)."
-                )
 
     def _renew_reducer(self) -> None:
         """Lays the buckets out anew for a module that was frozen, unfrozen or moved. Collective.
@@ -428,7 +377,7 @@ class FusedDDP(DistributedDataParallel):
                     self._sync_buffers()  # type: ignore[no-untyped-call]
                 self.require_forward_param_sync = self.require_backward_grad_sync
                 self.reducer.prepare_for_backward(
-                    _find_tensors(output), sync=self.require_backward_grad_sync
+                    find_tensors(output), sync=self.require_backward_grad_sync
                 )
             return output
 
@@ -611,7 +560,6 @@ class FusedDDP(DistributedDataParallel):
             "_module_parameters",
             "modules_buffers",
             "named_module_buffers",
-            "_owners",
             "_optimized_in_backward",
         ):
             state.pop(name, None)
@@ -682,30 +630,5 @@ def _weakly(wrapper: FusedDDP, method: Callable[Concatenate[FusedDDP, _P], _T]) 
     return call
 
 
-def _owners_of(module: Module, params: Sequence[Parameter]) -> list[tuple[Module, str]]:
-    """For each parameter a submodule that has it, and its name there."""
-    owners = {
-        id(param): (submodule, name)
-        for submodule in module.modules()
-        for name, param in submodule.named_parameters(recurse=False)
-    }
-    return [owners[id(param)] for param in params]
-
-
 def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _find_tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a forward returned; other objects are not looked into."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from _find_tensors(item)
-    elif isinstance(output, Mapping):
-        for item in output.values():
-            yield from _find_tensors(item)
-    elif dataclasses.is_dataclass(output) and not inspect.isclass(output):
-        for field in dataclasses.fields(output):
-            yield from _find_tensors(getattr(output, field.name))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -63,3 +66,18 @@ def _will_accumulate(leaf: Any) -> bool:
         return torch._C._will_engine_execute_node(leaf)
     except RuntimeError:  # what it says of the inputs of autograd.grad
         return False
+
+
+def find_tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a forward returned; other objects are not looked into."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from find_tensors(item)
+    elif isinstance(output, Mapping):
+        for item in output.values():
+            yield from find_tensors(item)
+    elif dataclasses.is_dataclass(output) and not inspect.isclass(output):
+        for field in dataclasses.fields(output):
+            yield from find_tensors(getattr(output, field.name))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fusedddp
-from fusedddp.checks import device_index
+from fusedddp.checks import _device_index
 from tests.models import batch, mlp
 from tests.ranks import Ranks
 
@@ -191,12 +191,12 @@ def test_buffers_that_differ(two_ranks: Ranks) -> None:
     two_ranks.run(check_different_buffers)
 
 
-def test_device_index() -> None:
-    assert device_index(3) == 3
-    assert device_index("cuda:2") == 2
+def test__device_index() -> None:
+    assert _device_index(3) == 3
+    assert _device_index("cuda:2") == 2
     if not torch.accelerator.is_available():
         with pytest.raises(RuntimeError):  # torch's own: there is no accelerator
-            device_index("cuda")
+            _device_index("cuda")
 
 
 def check_groups(rank: int) -> None:
