@@ -7,7 +7,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -616,6 +616,35 @@ class FusedDDP(DistributedDataParallel):
                 f"neither {type(self).__name__} nor the {type(inner).__name__} in it has an "
                 f"attribute {name!r}"
             ) from None
+
+
+def _not_supported(name: str) -> Any:
+    def method(*_: object, **__: object) -> NoReturn:
+        raise NotImplementedError(
+            f"FusedDDP.{name} belongs to the C++ reducer of torch DDP, which FusedDDP has no use "
+            "for. docs/compatibility.md says what takes its place."
+        )
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "_ddp_init_helper",
+    "_delayed_all_reduce_hook",
+    "_fire_reducer_autograd_hook",
+    "_lazy_init",
+    "_match_all_reduce_for_bwd_pass",
+    "_match_unused_params_allreduce",
+    "_module_wait_for_copy_hook",
+    "_post_forward",
+    "_pre_forward",
+    "_register_accum_grad_hook",
+    "_register_delay_all_reduce_hook",
+    "_root_copy_hook",
+    "_setup_in_backward_optimizers",
+):
+    setattr(FusedDDP, _name, _not_supported(_name))
 
 
 def _weakly(wrapper: FusedDDP, method: Callable[Concatenate[FusedDDP, _P], _T]) -> Callable[_P, _T]:

@@ -191,7 +191,7 @@ def test_buffers_that_differ(two_ranks: Ranks) -> None:
     two_ranks.run(check_different_buffers)
 
 
-def test__device_index() -> None:
+def test_device_index() -> None:
     assert _device_index(3) == 3
     assert _device_index("cuda:2") == 2
     if not torch.accelerator.is_available():
