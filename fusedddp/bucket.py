@@ -187,6 +187,11 @@ class Bucket:
             self._scale = self._scale.to(next(iter(self._computes_in)))
 
     @property
+    def slots(self) -> Slots | None:
+        """The flat buffer, if there is one. A graph that uses it has to keep it alive."""
+        return self._slots
+
+    @property
     def is_launched(self) -> bool:
         return self._work is not None
 

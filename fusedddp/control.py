@@ -6,9 +6,10 @@ comm hook.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fusedddp.collectives import same_on_all_ranks
 
@@ -87,23 +88,24 @@ class Control:
                 "expected the same buckets on all ranks, found different ones. Build the wrapper "
                 "with the same model and keywords on every rank."
             )
+        counts = values[_HEADER:]
         return ControlReading(
-            values[_HEADER:] & (_LATE - 1),
-            values[_HEADER:] >= _LATE,
-            self._world_size - num_skipped,
+            num_ranks=(counts & (_LATE - 1)).tolist(),
+            late=(counts >= _LATE).nonzero().flatten().tolist(),
+            num_expected=self._world_size - num_skipped,
         )
 
 
+@dataclasses.dataclass(frozen=True)
 class ControlReading:
     """The outcome of an exchange.
 
     Attributes:
-        num_ranks: [params], int32: how many ranks contributed a gradient in time.
-        is_late: [params], bool: some rank has a late contribution.
+        num_ranks: for each parameter how many ranks contributed a gradient in time.
+        late: indices of parameters for which some rank has a late contribution.
         num_expected: how many ranks meant to contribute.
     """
 
-    def __init__(self, num_ranks: Tensor, is_late: Tensor, num_expected: int) -> None:
-        self.num_ranks = num_ranks
-        self.is_late = is_late
-        self.num_expected = num_expected
+    num_ranks: list[int]
+    late: list[int]
+    num_expected: int

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedddp.capturing import is_capturing
 from fusedddp.checks import (
     check_delayed,
     check_flags,
@@ -391,6 +392,12 @@ class FusedDDP(DistributedDataParallel):
             return
         self.reducer.prepare_for_forward(sync=sync)
         if self.reducer.is_outdated():
+            if is_capturing():
+                raise RuntimeError(
+                    "expected the parameters that require a gradient, and their device, to be "
+                    "those of the last eager step, found others. Run a step eagerly after freezing, "
+                    "unfreezing or moving parameters, before you capture."
+                )
             self._renew_reducer()
         joins = self._join_config.enable
         if joins:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence, Set
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from fusedddp.bucket import Bucket, Chunk
+from fusedddp.capturing import is_capturing
 from fusedddp.collectives import Collective
 from fusedddp.comm_hooks import CommHook
 from fusedddp.config import Options
@@ -32,6 +34,13 @@ _CACHED_BYTES = 256 * 1024
 # there the exchange is issued in every round, but only if unused parameters are allowed, and read
 # only by ranks that lack something.
 
+# Note [Rounds under capture]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# While a graph is captured nothing is carried out, so nothing can be read, and a replay runs none of
+# this code: it can only do what the capturing round does. So that round has to be like the last
+# eager one: the same gradients arrive, none of them late, or it raises. What ranks told each other
+# then still holds, and is not asked again.
+
 
 class Plan:
     """The buckets of a wrapper.
@@ -50,6 +59,7 @@ class Plan:
         places: for each parameter its bucket and its slot in there.
         chunks: for each parameter its bucket and its chunk in there.
         waits_for_end: as above; a parameter that turns out to be of this kind is added.
+        last_fired: the gradients that arrived in the last round; None before the first.
     """
 
     def __init__(
@@ -108,6 +118,8 @@ class Plan:
         self.chunks = [chunks[index] for index in range(len(params))]
         self._all_chunks = [chunk for bucket in self.buckets for chunk in bucket.chunks]
         self._next = 0
+        self.last_fired: bytearray | None = None
+        self._last_reading: ControlReading | None = None
 
     # -- while gradients arrive ------------------------------------------------------------------
 
@@ -171,7 +183,7 @@ class Plan:
     ) -> tuple[ControlReading | None, dict[int, Tensor | None]]:
         """Issues what is left of the round and hands the reduced gradients out.
 
-        See Note [The flag].
+        See Note [The flag] and Note [Rounds under capture].
 
         Args:
             fired: one byte per parameter, 1 if it has a gradient here.
@@ -203,8 +215,11 @@ class Plan:
                 is_skipped=is_skipped,
             )
 
-        has_flag = self.buckets[-1].layout.has_flag
-        always_exchanges = not has_flag and (self.reads_freely or self._options.allows_unused)
+        tells = not is_capturing()
+        has_flag = tells and self.buckets[-1].layout.has_flag
+        always_exchanges = (
+            tells and not has_flag and (self.reads_freely or self._options.allows_unused)
+        )
         if self._comm_hook is not None:
             # Hooks issue collectives of their own, at a time of their own.
             for bucket in self.buckets:
@@ -218,11 +233,13 @@ class Plan:
                 bucket.wait()
         if has_flag and self.buckets[-1].is_flagged():
             control = exchange()
-        reading = None
+        reading = None if tells else self._last_reading
         if control is not None:
             control.wait()
             if self.reads_freely or absent or late:
                 reading = control.read()
+        self.last_fired = fired
+        self._last_reading = reading and dataclasses.replace(reading, late=[])
         self._finish(kept, reading)
         finish_buffers()
         return reading, contributions

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from fusedddp.bucket import Bucket, Chunk
+from fusedddp.capturing import is_capturing
 from fusedddp.comm_hooks import CommHook
 from fusedddp.config import Options
 from fusedddp.hooks import ParamHooks
@@ -346,9 +347,12 @@ class Reducer:
         self._accumulates = False
 
     def _begin_backward(self, sync: bool) -> None:
+        syncs = self._requires_sync() and sync
+        if syncs and is_capturing():
+            self.rounds.check_capturable()
         self._start_backward_state()
         self._graph_task = torch._C._current_graph_task_id()
-        if not (self._requires_sync() and sync):
+        if not syncs:
             self.phase = Phase.LOCAL
         else:
             self.phase = Phase.RECORDING if self.plan is None else Phase.REDUCING
@@ -363,6 +367,31 @@ class Reducer:
 
         self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    # -- graphs ----------------------------------------------------------------------------------
+
+    @property
+    def accumulated(self) -> bytes:
+        """One byte per parameter: 1 if it received a gradient since the last round.
+
+        A replay runs no Python, so whoever replays sets it to what it was after the capture.
+        """
+        return bytes(self._fired_before)
+
+    @accumulated.setter
+    def accumulated(self, fired: bytes) -> None:
+        self._fired_before = bytearray(fired)
+
+    def forget_backward(self) -> None:
+        """Drops a backward of which nothing was carried out, because its capture failed."""
+        if self.phase is not Phase.IDLE:
+            self._end_arrivals()
+            self._abandon()
+            self.phase = Phase.IDLE
+        self.note_delivery()
+        self.rounds.usage.drop_lacking()
+
+    # -- the end of a backward -------------------------------------------------------------------
 
     def finalize_backward(self) -> None:
         """The end of the outermost backward: completes the round that it began."""
@@ -427,6 +456,11 @@ class Reducer:
 
     def skip_round(self) -> None:
         """Takes part in a round without contributing, and gets its gradients. Collective."""
+        if is_capturing():
+            raise RuntimeError(
+                "expected no skip_backward while capturing, found one: a replay would skip each "
+                "time. Call it outside of what is captured."
+            )
         if self.phase is not Phase.IDLE:
             self._end_arrivals()
             logger.warning("The last backward ended in an exception; what it left is dropped.")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedddp.bucket import Chunk
+from fusedddp.capturing import is_capturing
 from fusedddp.collectives import Collective
 from fusedddp.comm_hooks import CommHook
 from fusedddp.config import Options
@@ -137,6 +138,8 @@ class Rounds:
         """
         misfit = chunk.find_misfit()
         assert misfit is not None and self.plan is not None
+        if is_capturing():
+            raise RuntimeError(self._describe_change("a gradient of another shape or dtype"))
         param, (dtype, shape, _) = misfit
         assert param.grad is not None
         if self.plan.has_taken_any():
@@ -234,6 +237,8 @@ class Rounds:
         self.usage.note_round(fired, num_ranks, num_expected, is_skipped=is_skipped)
 
     def _planned(self, plan: Plan, fired: bytearray, late: list[int], *, is_skipped: bool) -> None:
+        if is_capturing():
+            self._check_like_last(plan, fired, late)
         reading, contributions = plan.complete_round(
             fired,
             late,
@@ -245,7 +250,7 @@ class Rounds:
             self._settle_late(plan, contributions, reading)
         self.usage.note_round(
             fired,
-            None if reading is None else reading.num_ranks.tolist(),
+            None if reading is None else reading.num_ranks,
             self.collective.world_size if reading is None else reading.num_expected,
             is_skipped=is_skipped,
         )
@@ -269,7 +274,7 @@ class Rounds:
                     "were dropped. Wrap the model again after changing how often a block runs."
                 )
             return
-        indices = reading.is_late.nonzero().flatten().tolist()
+        indices = reading.late
         if not indices:
             return
         plan.waits_for_end |= frozenset(indices)
@@ -292,6 +297,55 @@ class Rounds:
                 param.grad = (
                     contribution if gradient is None else add_reduced(gradient, contribution)
                 )
+
+    # -- under capture ---------------------------------------------------------------------------
+
+    def num_steps_missing(self) -> int:
+        """How many more reduced backwards have to run before one can be captured.
+
+        The first lays the buckets out, the second gives them their memory.
+        """
+        if self.plan is None:
+            return 2
+        return int(self.plan.last_fired is None)
+
+    def check_capturable(self) -> None:
+        """Raises RuntimeError if a round that is issued now cannot be captured."""
+        missing = self.num_steps_missing()
+        if missing:
+            steps = "1 more step" if missing == 1 else f"{missing} more steps"
+            raise RuntimeError(
+                "expected the buckets to be laid out and to have their memory before a capture, "
+                f"found that they do not: run {steps} eagerly (forward, and backward outside of "
+                "no_sync), on any stream, before you capture."
+            )
+        if self.layouts.sparse:
+            names = ", ".join(self._names[i] for i in sorted(self.layouts.sparse))
+            raise RuntimeError(
+                f"expected dense gradients while capturing, found sparse ones of {names}, whose "
+                "size changes from step to step. Use sparse=False, or train without a graph."
+            )
+
+    def _check_like_last(self, plan: Plan, fired: bytearray, late: list[int]) -> None:
+        """Raises RuntimeError unless this round is like the last one.
+
+        See Note [Rounds under capture] in plan.py.
+        """
+        if late:
+            names = ", ".join(self._names[i] for i in late)
+            raise RuntimeError(self._describe_change(f"a late gradient of {names}"))
+        assert plan.last_fired is not None
+        changed = [i for i, had_fired in enumerate(plan.last_fired) if had_fired != fired[i]]
+        if changed:
+            names = ", ".join(self._names[i] for i in changed)
+            raise RuntimeError(self._describe_change(f"a gradient of {names} in only one of them"))
+
+    def _describe_change(self, found: str) -> str:
+        return (
+            "expected the backward that is captured to be like the last eager one, found "
+            f"{found}. A replay always reduces the same gradients: capture a step that uses the "
+            "same parameters each time, or train without a graph."
+        )
 
     def check_absent(self, indices: Sequence[int]) -> None:
         """Raises RuntimeError if it is the module that changed, where gradients did not arrive."""
