@@ -1,0 +1,155 @@
+"""`.grad` around a replay: what the graph expects to find there, and what it leaves.
+
+A graph reads and writes gradients by address. Between replays anybody may put another tensor or
+None in the place of a `.grad`, and another graph leaves gradients of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fusedddp.bucket import Bucket
+from fusedddp.module import FusedDDP
+
+
+def pattern(params: Iterable[Parameter]) -> bytes:
+    """One byte per parameter: 1 if it has a gradient."""
+    return bytes([param.grad is not None for param in params])
+
+
+class Entry:
+    """The gradients that are there when a step begins, as far as it uses them.
+
+    Args:
+        params: all parameters.
+        dropped: positions of those whose gradient the step replaces without looking at it.
+    """
+
+    def __init__(self, params: Sequence[Parameter], dropped: set[int]) -> None:
+        self._params = [p for i, p in enumerate(params) if i not in dropped]
+        self._positions = [i for i in range(len(params)) if i not in dropped]
+        self._tensors = [param.grad for param in self._params]
+        self._pattern = bytes([tensor is not None for tensor in self._tensors])
+
+    def fits(self, found: bytes) -> bool:
+        """Whether a step may begin with a gradient where `found` says so."""
+        return bytes([found[i] for i in self._positions]) == self._pattern
+
+    def fill(self) -> None:
+        """Puts the gradients that are there now where the graph reads them."""
+        for param, tensor in zip(self._params, self._tensors, strict=True):
+            gradient = param.grad
+            if tensor is not None and gradient is not None and gradient is not tensor:
+                tensor.data.copy_(gradient.detach())
+
+
+class Exit:
+    """The gradients that a step leaves.
+
+    An alias of a bucket's slot is made anew when it is needed. Were it kept, the bucket would take
+    it for a gradient that somebody still reads, and move to other memory.
+    """
+
+    def __init__(self, params: Sequence[Parameter], wrappers: Iterable[FusedDDP]) -> None:
+        views = _slot_views(wrappers)
+        self._all: list[tuple[Parameter, int, Tensor | None, bool]] = []
+        for param in params:
+            gradient, view = param.grad, views.get(id(param))
+            if gradient is None:
+                self._all.append((param, 0, None, False))
+                continue
+            is_slot = view is not None and _is_at(gradient, view)
+            self._all.append((param, gradient.data_ptr(), view if is_slot else gradient, is_slot))
+
+    def restore(self) -> None:
+        """Makes `.grad` of each parameter what the graph has written."""
+        for param, address, source, is_slot in self._all:
+            gradient = param.grad
+            if source is None:
+                if gradient is not None:
+                    param.grad = None
+            elif (
+                gradient is None or gradient.data_ptr() != address or gradient.dtype != param.dtype
+            ):
+                param.grad = _alias(source, param) if is_slot else source
+
+
+def find_dropped(params: Sequence[Parameter], run: Any) -> set[int]:
+    """Runs a step, and finds out which gradients it replaces without looking at them.
+
+    Such a step (``zero_grad`` comes first) does not depend on what `.grad` was.
+
+    Args:
+        params: all parameters, after a step.
+        run: called once.
+
+    Returns:
+        Positions in `params`.
+    """
+    probes: dict[int, Tensor] = {}
+    for index, param in enumerate(params):
+        if param.grad is not None and param.grad.layout == torch.strided:
+            probes[index] = param.grad = torch.zeros_like(param.grad)
+    watch = _Watch(probes.values())
+    versions = {index: probe._version for index, probe in probes.items()}
+    with watch:
+        run()
+    return {
+        index
+        for index, probe in probes.items()
+        if id(probe) not in watch.seen
+        and probe._version == versions[index]
+        and params[index].grad is not None
+        and params[index].grad is not probe
+    }
+
+
+class _Watch(TorchDispatchMode):
+    """Notes which of some tensors are an argument of any operation."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._addresses = {t.untyped_storage()._cdata: id(t) for t in tensors}
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                probe = self._addresses.get(leaf.untyped_storage()._cdata)
+                if probe is not None:
+                    self.seen.add(probe)
+        return func(*args, **(kwargs or {}))
+
+
+def bucket_memory(wrappers: Iterable[FusedDDP]) -> list[Any]:
+    """Flat buffers and pointer tables, which a graph needs for as long as it lives."""
+    return [bucket.slots for wrapper in wrappers for bucket in wrapper.reducer.buckets]
+
+
+def _slot_views(wrappers: Iterable[FusedDDP]) -> dict[int, Tensor]:
+    """For the `id` of each parameter its place in a bucket's memory."""
+    buckets: list[Bucket] = [b for wrapper in wrappers for b in wrapper.reducer.buckets]
+    return {
+        id(param): view
+        for bucket in buckets
+        if bucket.slots is not None
+        for param, view in zip(bucket.params, bucket.slots.views, strict=True)
+    }
+
+
+def _is_at(gradient: Tensor, view: Tensor) -> bool:
+    return bool(
+        gradient.untyped_storage()._cdata == view.untyped_storage()._cdata
+        and gradient.data_ptr() == view.data_ptr()
+    )
+
+
+def _alias(view: Tensor, param: Parameter) -> Tensor:
+    return (torch.view_as_complex(view) if param.is_complex() else view).detach()

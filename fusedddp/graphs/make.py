@@ -1,0 +1,191 @@
+"""`make_graphed_step`: checks what it is given, chooses where to capture, captures once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim.optimizer import Optimizer
+
+from fusedddp.graphs.backend import BACKENDS, Backend
+from fusedddp.graphs.participants import Participants
+from fusedddp.graphs.split import SplitStep
+from fusedddp.graphs.step import GraphedStep, tensors_of
+
+logger = logging.getLogger(__name__)
+
+
+def make_graphed_step(
+    step: Callable[..., Any] | tuple[Callable[..., Any], Callable[[], Any]],
+    sample_args: Iterable[Any],
+    sample_kwargs: dict[str, Any] | None = None,
+    *,
+    model: Module | Iterable[Module] | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    scaler: Any = None,
+    warmup: int = 2,
+    max_graphs: int = 8,
+    pool: Any = None,
+    enabled: bool | None = None,
+) -> GraphedStep | SplitStep:
+    """Captures a training step, collectives included, and returns what replays it. Collective.
+
+    `step` trains once: forward, loss, backward, clipping, ``optimizer.step()``, or any part of
+    that. It runs a few times here, on `sample_args`, and is then captured; parameters, gradients,
+    buffers, optimizer state, scaler and random numbers are left as they were, at the same
+    addresses. Each call of the result is one step on the arguments of that call.
+
+    Calls with other shapes, dtypes or values that are not tensors, under ``no_sync``, in another
+    mode (train, eval, autocast), or that find other gradients, get graphs of their own, captured
+    at the first such call. Ranks must meet new ones in the same calls. What a graph has baked in is
+    looked at in each call, and the graph is captured anew, with a line in the log, if a learning
+    rate that is a number has changed, a checkpoint has been loaded into the optimizer, parameters
+    or buffers were replaced or moved, or the wrapper has other buckets. A learning rate that is a
+    tensor needs no new graph.
+
+    Not looked at: Python that the step runs besides (counters, schedulers, random numbers of
+    Python or NumPy), and hooks that are registered later: that happens at the capture, and never
+    again. Random numbers of torch go on from replay to replay, as in eager steps.
+
+    Args:
+        step: a function of tensors, containers of them and hashable values. It may return tensors
+            in any structure, or nothing. Or two functions, `backward` and `update`, the second
+            without arguments: then gradients are averaged eagerly between two graphs. Use that if
+            the collectives cannot be captured (gloo). `backward` runs under ``no_sync``; give
+            `model` with it.
+        sample_args: arguments of one call. Only what they look like matters.
+        sample_kwargs: keyword arguments.
+        model: the module or modules that `step` trains; None for those whose forward runs in it.
+            Give those that it uses without calling them, or their state is not put back, and
+            changes to them are not noticed.
+        optimizer: the optimizer or optimizers; None for those that step in it. As for `model`.
+        scaler: the ``torch.amp.GradScaler``, if there is one. It cannot be found.
+        warmup: eager steps before a capture, at least; further ones are run if a wrapper has not
+            laid its buckets out, and one to see whether the step uses gradients that it finds.
+        max_graphs: the least recently used graph is dropped for one more. A graph costs the memory
+            of its inputs and results; the rest is shared.
+        pool: memory to share with other graphs (``torch.cuda.graph_pool_handle()``).
+        enabled: None captures if all is on CUDA, and else runs `step` eagerly and says so in the
+            log. True insists, and False never captures.
+
+    Returns:
+        A callable with the arguments of `step`, and a context manager that lets the graphs go at
+        its end, as ``close()`` does. Results are copies that later calls leave alone.
+
+    Raises:
+        TypeError, ValueError: an argument that means nothing; with ``enabled=True`` something that
+            is not on CUDA.
+        RuntimeError: on every rank, if `step` cannot be captured on any of them. It says which line
+            of it, and what to do. Training can go on eagerly.
+
+    Example::
+
+        def train_step(x, y):
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        with fusedddp.make_graphed_step(train_step, (x, y)) as step:
+            for x, y in loader:
+                loss = step(x, y)
+    """
+    functions = step if isinstance(step, tuple) else (step,)
+    if not 1 <= len(functions) <= 2 or not all(callable(function) for function in functions):
+        raise TypeError(
+            f"step: expected a function, or a tuple of two, found {step!r} ({type(step).__name__})"
+        )
+    if isinstance(sample_args, (torch.Tensor, str, dict)) or not isinstance(sample_args, Iterable):
+        raise TypeError(
+            "sample_args: expected a tuple of arguments, found "
+            f"{type(sample_args).__name__}. Write (x,) for a single one."
+        )
+    _require_count("warmup", warmup)
+    _require_count("max_graphs", max_graphs)
+    if enabled not in (None, True, False):
+        raise TypeError(f"enabled: expected True, False or None, found {enabled!r}")
+    args, kwargs = tuple(sample_args), dict(sample_kwargs or {})
+    participants = Participants(scaler)
+    for module in _as_list(model, Module, "model"):
+        participants.add_module(module)
+    for each in _as_list(optimizer, Optimizer, "optimizer"):
+        participants.add_optimizer(each)
+    if len(functions) == 2 and not participants.wrappers:
+        raise ValueError(
+            "model: expected the wrapped model beside a step of two functions, found none. Its "
+            "gradients are averaged between them: pass model=model."
+        )
+    device_type, backend = _choose_backend(tensors_of(participants, args, kwargs), enabled)
+
+    def make(function: Callable[..., Any], world: Participants) -> GraphedStep:
+        return GraphedStep(
+            function,
+            world,
+            backend,
+            device_type,
+            warmup=warmup,
+            max_graphs=max_graphs,
+            pool=pool,
+            insists=enabled is True,
+        )
+
+    graphed: GraphedStep | SplitStep = make(functions[0], participants)
+    if len(functions) == 2:
+        own = Participants(scaler)
+        for root in participants.roots:
+            own.add_module(root)
+        assert isinstance(graphed, GraphedStep)
+        graphed = SplitStep(graphed, make(functions[1], own), participants)
+    try:
+        graphed.prepare(args, kwargs)
+    except BaseException:
+        graphed.close()
+        raise
+    return graphed
+
+
+def _choose_backend(
+    tensors: list[torch.Tensor], enabled: bool | None
+) -> tuple[str, Backend | None]:
+    types = {tensor.device.type for tensor in tensors}
+    if not types:
+        types = {"cuda" if torch.cuda.is_available() else "cpu"}
+    device_type = min(types, key=lambda name: (name not in BACKENDS, name))
+    if enabled is False:
+        return device_type, None
+    others = sorted(name for name in types if name != device_type)
+    if device_type in BACKENDS and not others:
+        return device_type, BACKENDS[device_type]()
+    off = next((t for t in tensors if t.device.type not in BACKENDS), None)
+    found = (
+        "a tensor of shape "
+        f"{tuple(off.shape)} on {off.device} among arguments, parameters and buffers"
+        if off is not None
+        else "tensors on several types of devices, or none at all"
+    )
+    if enabled:
+        raise ValueError(
+            f"enabled=True: expected everything on CUDA, found {found}. Move it to the GPU, or "
+            "leave `enabled` out to run the step eagerly."
+        )
+    logger.info("The step runs eagerly, without a graph: found %s.", found)
+    return device_type, None
+
+
+def _require_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: expected a whole number from 1 on, found {value!r}")
+
+
+def _as_list(value: Any, kind: type, name: str) -> list[Any]:
+    values = [] if value is None else [value] if isinstance(value, kind) else list(value)
+    for item in values:
+        if not isinstance(item, kind):
+            raise TypeError(
+                f"{name}: expected a {kind.__name__} or several, found {type(item).__name__}"
+            )
+    return values

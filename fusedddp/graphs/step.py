@@ -1,0 +1,393 @@
+"""`GraphedStep`: which graph a call needs, when one has to be captured, and what may not be."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedddp.capturing import is_capturing
+from fusedddp.graphs import agreement, ending
+from fusedddp.graphs.backend import Backend
+from fusedddp.graphs.captured import CapturedStep
+from fusedddp.graphs.errors import translate
+from fusedddp.graphs.gradients import Entry, find_dropped, pattern
+from fusedddp.graphs.participants import Participants
+from fusedddp.graphs.signature import (
+    Inputs,
+    Outputs,
+    detached,
+    fill,
+    first_difference,
+    flatten_inputs,
+    placeholder,
+    rebuild,
+)
+from fusedddp.graphs.staleness import Bindings
+from fusedddp.graphs.state import Snapshot
+
+logger = logging.getLogger(__name__)
+
+# A graph that is captured anew for each call costs more than it saves.
+_MAX_STALE_IN_A_ROW = 3
+
+# Note [Graphs of a step]
+# ~~~~~~~~~~~~~~~~~~~~~~~
+# A graph does again what the captured step did, on the same memory. Three things decide whether it
+# is what an eager step would do now.
+# - What leads to another graph, since steps take turns with it: arguments (signature.py), train or
+#   eval, no_sync, autocast and the like (Participants.mode), and which gradients are there when the
+#   step begins (gradients.py). With accumulation there are three graphs: the first micro-step, which
+#   finds no gradients, those that add to them, and the one that reduces.
+# - What leads to a new capture of the same graph: whatever it has baked in (staleness.py).
+# - What is put where the graph reads it: arguments, gradients, hyper-parameters that are tensors.
+#
+# Graphs share a pool of memory. One may use as scratch what another has written as its result, so
+# nothing that has to survive the next call stays in the pool: results are copied out, and gradients
+# are copied to where the next graph looks for them.
+
+
+class GraphedStep:
+    """A training step that is captured into graphs and replayed. See `make_graphed_step`.
+
+    A context manager: at its end the graphs are let go.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        participants: Participants,
+        backend: Backend | None,
+        device_type: str,
+        *,
+        warmup: int,
+        max_graphs: int,
+        pool: Any,
+        insists: bool,
+    ) -> None:
+        self._step = step
+        self._participants = participants
+        self._backend = backend
+        self._device_type = device_type
+        self._warmup = warmup
+        self._max_graphs = max_graphs
+        self._insists = insists
+        self._pool = pool
+        if backend is not None and pool is None:
+            self._pool = backend.new_pool()
+        self._graphs: dict[Hashable, list[CapturedStep]] = {}
+        self._num_calls = 0
+        self._stale_in_a_row = 0
+        self._new_in_a_row = 0
+        self._last_inputs: Inputs | None = None
+        self._thread = threading.get_ident()
+        self._is_running = False
+        self._is_closed = False
+        if backend is not None:
+            ending.note_live(self)
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains one step.
+
+        Returns:
+            What the step returns, in the same structure, as tensors of its own without an
+            autograd history.
+
+        Raises:
+            RuntimeError: called after `close` or the end of the process group, inside of a capture
+                or of itself, from another thread, or in `join`; what the capture has met.
+        """
+        self._check_call()
+        self._is_running = True
+        try:
+            if self._backend is None:
+                return detached(self._step(*args, **kwargs))
+            return self._call(args, kwargs)
+        finally:
+            self._is_running = False
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Captures for these arguments, and leaves everything as it was. Collective."""
+        self._check_call()
+        if self._backend is None:
+            return
+        self._is_running = True
+        try:
+            self._capture(flatten_inputs(args, kwargs))
+        finally:
+            self._is_running = False
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = flatten_inputs(args, kwargs)
+        found = self._find(inputs)
+        if found is not None:
+            found.bindings.renew()
+            change = found.bindings.find_change()
+            if change is None:
+                self._stale_in_a_row = self._new_in_a_row = 0
+            else:
+                self._drop_stale(found, change)
+                found = None
+        elif self._graphs:
+            self._note_new(inputs)
+        if found is None:
+            found = self._capture(inputs)
+            if found is None:  # it turned out that it cannot be one
+                return detached(self._step(*args, **kwargs))
+        self._num_calls += 1
+        found.last_use = self._num_calls
+        self._last_inputs = inputs
+        return found.replay(inputs.tensors)
+
+    def _find(self, inputs: Inputs) -> CapturedStep | None:
+        gradients = pattern(self._participants.params)
+        for graph in self._graphs.get(self._key(inputs), ()):
+            if graph.entry.fits(gradients):
+                return graph
+        return None
+
+    def _key(self, inputs: Inputs) -> Hashable:
+        return inputs.signature, self._participants.mode(self._device_type)
+
+    def _drop_stale(self, graph: CapturedStep, change: str) -> None:
+        self._stale_in_a_row += 1
+        self._remove(graph)
+        if self._stale_in_a_row > _MAX_STALE_IN_A_ROW:
+            self._stale_in_a_row = 0
+            raise RuntimeError(
+                f"expected a graph to serve several calls, found that {self._stale_in_a_row or 4} "
+                f"in a row had to be captured anew, this time because {change}. What changes from "
+                "step to step has to be a tensor that is written in place: for a scheduler use a "
+                "tensor lr, as in AdamW(params, lr=torch.tensor(1e-3, device=...), "
+                "capturable=True)."
+            )
+        logger.info("The graph is captured anew, because %s.", change)
+
+    def _note_new(self, inputs: Inputs) -> None:
+        self._new_in_a_row += 1
+        if self._new_in_a_row > 2 * self._max_graphs and self._last_inputs is not None:
+            number, self._new_in_a_row = self._new_in_a_row, 0
+            raise RuntimeError(
+                f"expected at most {self._max_graphs} kinds of calls (max_graphs), found "
+                f"{number} calls in a row that no graph was there for: "
+                f"{first_difference(self._last_inputs, inputs)}. Pass numbers that change as "
+                "tensors, pad inputs to a few shapes, or raise max_graphs."
+            )
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    def _capture(self, inputs: Inputs) -> CapturedStep | None:
+        """Warms up, captures, and puts all state back. Collective."""
+        world, backend = self._participants, self._backend
+        assert backend is not None
+        world.refresh()
+        agreed = bool(world.wrappers)
+        if agreed:
+            agreement.agree_to_capture(world)
+        while sum(map(len, self._graphs.values())) >= self._max_graphs:
+            self._drop_oldest()
+        placeholders = [placeholder(tensor) for tensor in inputs.tensors]
+        args, kwargs = rebuild(inputs, placeholders)
+
+        def run() -> Any:
+            return detached(self._step(*args, **kwargs))
+
+        def refill_and_run() -> None:
+            fill(placeholders, inputs.tensors)
+            run()
+
+        devices = {t.device for t in [*inputs.tensors, *world.params] if t.device.type != "cpu"}
+        snapshot = Snapshot(world, sorted(devices, key=str))
+        dropped = self._warm_up(refill_and_run, snapshot)
+        if not agreed:
+            agreement.agree_to_capture(world)
+        elsewhere = world.find_elsewhere(self._device_type)
+        if elsewhere is not None:
+            self._refuse_device(elsewhere)
+            return None
+        fill(placeholders, inputs.tensors)
+        key = self._key(inputs)
+        world.refresh()
+        bindings = Bindings(world)
+        entry = Entry(world.params, dropped)
+        captured: CapturedStep | None = None
+        problem: BaseException | None = None
+        rounds = agreement.Rounds(world.wrappers)
+        # Casts that autocast has kept are of the parameters as they were.
+        torch.clear_autocast_cache()
+        try:
+            graph, result = backend.capture(run, self._pool)
+            change = bindings.find_change_inside()
+            if change is not None:
+                raise RuntimeError(
+                    "expected the step to change nothing but the values of tensors, in place, "
+                    f"found that in the step {change}: a replay would not do that. Do it outside "
+                    "of the step."
+                )
+            outputs = Outputs(result, self._device_type)
+            captured = CapturedStep(backend, graph, placeholders, outputs, entry, bindings, world)
+        except BaseException as error:
+            problem = translate(error)
+            if problem is not error:
+                problem.__cause__ = error
+            self._end_failed(rounds)
+        finally:
+            torch.clear_autocast_cache()
+            snapshot.restore()
+        agreement.settle(world, problem)
+        assert captured is not None
+        self._graphs.setdefault(key, []).append(captured)
+        return captured
+
+    def _warm_up(self, run: Callable[[], None], snapshot: Snapshot) -> set[int]:
+        """Runs the step eagerly, puts all state back; returns which gradients it drops."""
+        world, backend = self._participants, self._backend
+        assert backend is not None
+        problem: BaseException | None = None
+        dropped: set[int] = set()
+        rounds = agreement.Rounds(world.wrappers)
+        try:
+            with backend.warm_up(), world.met(snapshot.add_module, snapshot.add_optimizer):
+                done = 0
+                while done < self._warmup or self._lacks_steps(done):
+                    rounds = agreement.Rounds(world.wrappers)
+                    snapshot.restore_gradients()
+                    run()
+                    done += 1
+                rounds = agreement.Rounds(world.wrappers)
+                dropped = find_dropped(world.params, run)
+        except BaseException as error:
+            problem = error
+            rounds.complete(world.wrappers)
+        finally:
+            snapshot.restore()
+        agreement.settle(world, problem)
+        return dropped
+
+    def _lacks_steps(self, done: int) -> bool:
+        """Whether more eager steps would give a wrapper its buckets; one that is unused gets none."""
+        return done < 2 and any(
+            wrapper.require_backward_grad_sync and wrapper.reducer.rounds.num_steps_missing()
+            for wrapper in self._participants.wrappers
+        )
+
+    def _end_failed(self, rounds: agreement.Rounds) -> None:
+        """See Note [Ranks that fail] in agreement.py."""
+        assert self._backend is not None
+        if self._backend.executes:
+            rounds.complete(self._participants.wrappers)
+        else:
+            for wrapper in self._participants.wrappers:
+                wrapper.reducer.forget_backward()
+
+    def _refuse_device(self, elsewhere: str) -> None:
+        if self._insists:
+            raise ValueError(
+                f"expected all that the step trains on {self._device_type}, found that {elsewhere}."
+                " Move it there, or leave `enabled` out to run eagerly."
+            )
+        logger.info("The step runs eagerly, without a graph, because %s.", elsewhere)
+        self._backend = None
+        self.close_graphs()
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _drop_oldest(self) -> None:
+        oldest = min(
+            (graph for graphs in self._graphs.values() for graph in graphs),
+            key=lambda graph: graph.last_use,
+        )
+        logger.info("The least recently used graph is dropped: there are max_graphs of them.")
+        self._remove(oldest)
+
+    def _remove(self, graph: CapturedStep) -> None:
+        for key, graphs in list(self._graphs.items()):
+            if graph in graphs:
+                graphs.remove(graph)
+                if not graphs:
+                    del self._graphs[key]
+        graph.drop()
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs there are now."""
+        return sum(map(len, self._graphs.values()))
+
+    def uses(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether graphs hold collectives of `group`; None and the default group stand for all."""
+        is_all = group is None or group is dist.group.WORLD
+        return is_all or group in self._participants.groups()
+
+    def close_graphs(self) -> None:
+        for graphs in self._graphs.values():
+            for graph in graphs:
+                graph.drop()
+        self._graphs = {}
+
+    def close(self) -> None:
+        """Lets all graphs go. The step cannot be called any more; calling this twice is fine."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.close_graphs()
+            ending.note_closed(self)
+
+    def __enter__(self) -> GraphedStep:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self.__dict__.get("_is_closed", True):
+            self.close()
+
+    def _check_call(self) -> None:
+        problem: tuple[str, str] | None = None
+        dead = [g for g in self._participants.groups() if not agreement.group_is_alive(g)]
+        if dead:
+            problem = (
+                "the process group to be there",
+                "that it was destroyed. Make a new step after wrapping the model again",
+            )
+        elif self._is_closed:
+            problem = ("an open step", "that it was closed. Make a new one by make_graphed_step")
+        elif threading.get_ident() != self._thread:
+            problem = (
+                "calls from the thread that made the step",
+                f"one from {threading.current_thread().name}. Make a step in each thread",
+            )
+        elif self._is_running:
+            problem = (
+                "a step that does not call itself",
+                "that it does. Call the function itself instead",
+            )
+        elif is_capturing():
+            problem = (
+                "no capture around a graphed step",
+                "one. Call the function itself in there, or leave the outer capture out",
+            )
+        elif any(wrapper._join_config.enable for wrapper in self._participants.wrappers):
+            problem = (
+                "no join() around a graphed step",
+                "one, in which ranks may end at different times. Use the function itself",
+            )
+        if problem is not None:
+            raise RuntimeError(f"expected {problem[0]}, found {problem[1]}.")
+
+
+def tensors_of(participants: Participants, args: Any, kwargs: Any) -> list[Tensor]:
+    """All tensors by which the device of a step is told."""
+    return [*flatten_inputs(args, kwargs).tensors, *participants.params, *participants.buffers]

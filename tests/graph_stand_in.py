@@ -1,0 +1,125 @@
+"""A backend for `fusedddp.graphs` that captures and replays on CPU.
+
+It records the operations of a step (aten and c10d) with their tensors while they are carried out.
+A replay calls them again in order, on the same memory, and copies each new result to where the
+recorded one lies. So it freezes what a CUDA graph freezes: addresses, Python numbers, which
+branch was taken, which tensors were there. What would make the host wait for the device raises.
+
+What it cannot show, and the tests marked `gpu` have to: memory that a pool uses twice, memory that
+is freed while a graph reads it, pinned memory and pointer tables, streams and events, NCCL, and
+that nothing is carried out while capturing. It keeps every tensor of a step alive, so buckets see
+their memory in use and take new memory for the next capture, and gradients are never reduced in
+place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from fusedddp.capturing import answered_by
+
+# The host would have to wait for the device.
+_SYNCS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
+_SILENT = ("profiler::",)
+
+
+class StandIn:
+    """Records on CPU.
+
+    Attributes:
+        num_captures: how many captures have been begun.
+        num_replays: how many replays have been run.
+    """
+
+    executes = True
+
+    def __init__(self) -> None:
+        self.num_captures = 0
+        self.num_replays = 0
+
+    def new_pool(self) -> Any:
+        return object()
+
+    @contextlib.contextmanager
+    def warm_up(self) -> Iterator[None]:
+        yield
+
+    def capture(self, run: Callable[[], Any], pool: Any) -> tuple[RecordedGraph, Any]:
+        self.num_captures += 1
+        recorder = Recorder()
+        with answered_by(lambda: True), recorder:
+            result = run()
+        return RecordedGraph(recorder.calls), result
+
+    def replay(self, graph: RecordedGraph) -> None:
+        self.num_replays += 1
+        graph.replay()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Recorder(TorchDispatchMode):
+    """Notes all operations.
+
+    Attributes:
+        calls: the operation, its arguments, and its results.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        is_mask = name == "aten::index" and any(
+            isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        )
+        if name in _SYNCS or is_mask:
+            raise RuntimeError(f"operation not permitted when stream is capturing ({name})")
+        # Aliases, because `param.data = other` would change what was recorded.
+        held = tree_map_only(Tensor, _alias, (args, kwargs))
+        result = func(*args, **kwargs)
+        if not name.startswith(_SILENT):
+            # An operation that only makes a view has nothing to do again.
+            is_view = any(
+                returned.alias_info is not None and not returned.alias_info.is_write
+                for returned in func._schema.returns
+            )
+            if not is_view:
+                results = [_alias(r) for r in tree_leaves(result) if isinstance(r, Tensor)]
+                self.calls.append((func, *held, results))
+        return result
+
+
+class RecordedGraph:
+    def __init__(self, calls: list[tuple[Any, Any, Any, list[Tensor]]]) -> None:
+        self._calls = calls
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for func, args, kwargs, recorded in self._calls:
+                leaves, _ = tree_flatten(func(*args, **kwargs))
+                for leaf in leaves:
+                    if isinstance(leaf, torch.ScriptObject) and hasattr(leaf, "wait"):
+                        leaf.wait()
+                new = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                for destination, source in zip(recorded, new, strict=True):
+                    if destination.data_ptr() != source.data_ptr():
+                        destination.copy_(source)
+
+    def reset(self) -> None:
+        self._calls = []
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
