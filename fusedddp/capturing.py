@@ -14,7 +14,9 @@ def _never() -> bool:
 
 # A build of torch without CUDA (or ROCm) cannot be asked.
 _ask: Callable[[], bool] = (
-    torch.cuda.is_current_stream_capturing if torch.backends.cuda.is_built() else _never
+    torch.cuda.is_current_stream_capturing
+    if torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    else _never
 )
 
 

@@ -395,8 +395,8 @@ class FusedDDP(DistributedDataParallel):
             if is_capturing():
                 raise RuntimeError(
                     "expected the parameters that require a gradient, and their device, to be "
-                    "those of the last eager step, found others. Run a step eagerly after freezing, "
-                    "unfreezing or moving parameters, before you capture."
+                    "those of the last eager step, found others. Run a step eagerly after "
+                    "freezing, unfreezing or moving parameters, before you capture."
                 )
             self._renew_reducer()
         joins = self._join_config.enable

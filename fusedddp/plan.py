@@ -36,8 +36,8 @@ _CACHED_BYTES = 256 * 1024
 
 # Note [Rounds under capture]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# While a graph is captured nothing is carried out, so nothing can be read, and a replay runs none of
-# this code: it can only do what the capturing round does. So that round has to be like the last
+# While a graph is captured nothing is carried out, so nothing can be read, and a replay runs none
+# of this code: it can only do what the capturing round does. So that round has to be like the last
 # eager one: the same gradients arrive, none of them late, or it raises. What ranks told each other
 # then still holds, and is not asked again.
 

@@ -19,6 +19,22 @@ settings.register_profile("default", deadline=None, derandomize=True, print_blob
 settings.load_profile("default")
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """A type of device, for tests that are the same on each."""
+    name: str = request.param
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return name
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[Ranks]:
+    ranks = Ranks(1)
+    yield ranks
+    ranks.close()
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)

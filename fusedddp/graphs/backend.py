@@ -61,7 +61,7 @@ class CudaBackend:
     executes = False
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._last: torch.cuda.Stream | None = None
 
     def new_pool(self) -> Any:

@@ -69,11 +69,14 @@ def translate(error: BaseException) -> BaseException:
     place = _users_place(error.__traceback__)
     where = f"{place.file}:{place.line}: `{place.code}`" if place else "the step"
     code = place.code if place else ""
-    for marks, what, advice in _ADVICE:
-        if any(mark in text for mark in marks) or any(mark in code for mark in marks):
-            break
-    else:
-        what, advice = "cannot be captured", "Leave it out of the step, or train without a graph."
+    what, advice = next(
+        (
+            (what, advice)
+            for marks, what, advice in _ADVICE
+            if any(mark in text or mark in code for mark in marks)
+        ),
+        ("cannot be captured", "Leave it out of the step, or train without a graph."),
+    )
     return RuntimeError(
         f"expected a step that can be captured into a graph, found that {where} {what}. {advice} "
         f"Nothing has changed: parameters are as before, and the step can run eagerly. (torch "

@@ -111,11 +111,11 @@ def find_dropped(params: Sequence[Parameter], run: Any) -> set[int]:
     }
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which of some tensors are an argument of any operation."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._addresses = {t.untyped_storage()._cdata: id(t) for t in tensors}
         self.seen: set[int] = set()
 

@@ -1,4 +1,4 @@
-"""What a step trains with: modules, optimizers and a scaler, given by the user or met on the way."""
+"""What a step trains with: modules, optimizers, a scaler; given by the user or met on the way."""
 
 from __future__ import annotations
 
@@ -137,5 +137,5 @@ class Participants:
                     return f"{name} of {type(root).__name__} is on {tensor.device}"
         for param in self.params:
             if param.device.type != device_type:
-                return f"a parameter of an optimizer, of shape {tuple(param.shape)}, is on {param.device}"
+                return f"an optimizer has a parameter {tuple(param.shape)} on {param.device}"
         return None

@@ -159,10 +159,9 @@ def _check_tensor(tensor: Tensor, position: int) -> None:
             f"expected dense tensors as arguments, found {tensor.layout} as leaf {position}. Pass "
             "its parts as dense tensors and put them together in the step."
         )
-    if any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(stride == 0 and size > 1 for size, stride in pairs):
         raise ValueError(
-            f"expected tensors with memory for each element, found an expanded one as leaf {position}"
-            " of the arguments. Pass tensor.contiguous(), or expand it in the step."
+            "expected tensors with memory for each element, found an expanded one as leaf "
+            f"{position} of the arguments. Pass tensor.contiguous(), or expand it in the step."
         )

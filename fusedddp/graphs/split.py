@@ -48,7 +48,7 @@ class SplitStep:
     def _without_sync(self) -> Any:
         with contextlib.ExitStack() as stack:
             for wrapper in self._participants.wrappers:
-                stack.enter_context(wrapper.no_sync())  # type: ignore[no-untyped-call]
+                stack.enter_context(wrapper.no_sync())
             yield
 
     @property

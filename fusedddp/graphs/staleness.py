@@ -137,7 +137,8 @@ class Bindings:
         if len(keys) == len(before) == len(now):
             for key, was, is_ in zip(keys, before, now, strict=True):
                 if was != is_:
-                    yield f"{key or 'the list of parameters'} of an optimizer was {was} and is {is_}"
+                    what = key or "the list of parameters"
+                    yield f"{what} of an optimizer was {was} and is {is_}"
 
     def find_change_inside(self) -> str | None:
         """What the captured step itself has changed since, and would change once more each time."""

@@ -42,9 +42,9 @@ _MAX_STALE_IN_A_ROW = 3
 # A graph does again what the captured step did, on the same memory. Three things decide whether it
 # is what an eager step would do now.
 # - What leads to another graph, since steps take turns with it: arguments (signature.py), train or
-#   eval, no_sync, autocast and the like (Participants.mode), and which gradients are there when the
-#   step begins (gradients.py). With accumulation there are three graphs: the first micro-step, which
-#   finds no gradients, those that add to them, and the one that reduces.
+#   eval, no_sync, autocast and the like (Participants.mode), and which gradients are there when
+#   the step begins (gradients.py). With accumulation there are three graphs: the first
+#   micro-step, which finds no gradients, those that add to them, and the one that reduces.
 # - What leads to a new capture of the same graph: whatever it has baked in (staleness.py).
 # - What is put where the graph reads it: arguments, gradients, hyper-parameters that are tensors.
 #
@@ -273,7 +273,7 @@ class GraphedStep:
         return dropped
 
     def _lacks_steps(self, done: int) -> bool:
-        """Whether more eager steps would give a wrapper its buckets; one that is unused gets none."""
+        """Whether more eager steps would give a wrapper its buckets; an unused one gets none."""
         return done < 2 and any(
             wrapper.require_backward_grad_sync and wrapper.reducer.rounds.num_steps_missing()
             for wrapper in self._participants.wrappers
