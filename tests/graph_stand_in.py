@@ -1,6 +1,8 @@
 """A backend for `fusedddp.graphs` that captures and replays on CPU.
 
-It records the operations of a step (aten and c10d) with their tensors while they are carried out.
+It records the operations of a step (aten and c10d) with their tensors. Collectives are not carried
+out meanwhile (they run on this rank alone), so that ranks do not depend on each other in a capture,
+as on a GPU; whatever else is carried out has to be undone, and on a GPU would not have been.
 A replay calls them again in order, on the same memory, and copies each new result to where the
 recorded one lies. So it freezes what a CUDA graph freezes: addresses, Python numbers, which
 branch was taken, which tensors were there. What would make the host wait for the device raises.
@@ -16,9 +18,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
@@ -28,6 +32,7 @@ from fusedddp.capturing import answered_by
 # The host would have to wait for the device.
 _SYNCS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 _SILENT = ("profiler::",)
+_own_groups: dict[Any, Any] = {}
 
 
 class StandIn:
@@ -37,8 +42,6 @@ class StandIn:
         num_captures: how many captures have been begun.
         num_replays: how many replays have been run.
     """
-
-    executes = True
 
     def __init__(self) -> None:
         self.num_captures = 0
@@ -54,8 +57,12 @@ class StandIn:
     def capture(self, run: Callable[[], Any], pool: Any) -> tuple[RecordedGraph, Any]:
         self.num_captures += 1
         recorder = Recorder()
-        with answered_by(lambda: True), recorder:
-            result = run()
+        try:
+            with answered_by(lambda: True), recorder:
+                result = run()
+        except RuntimeError as error:
+            error.__traceback__ = _without_this_file(error.__traceback__)
+            raise
         return RecordedGraph(recorder.calls), result
 
     def replay(self, graph: RecordedGraph) -> None:
@@ -87,6 +94,13 @@ class Recorder(TorchDispatchMode):
             raise RuntimeError(f"operation not permitted when stream is capturing ({name})")
         # Aliases, because `param.data = other` would change what was recorded.
         held = tree_map_only(Tensor, _alias, (args, kwargs))
+        if name.startswith("c10d::"):
+            args = tuple(
+                _alone() if isinstance(a, torch.ScriptObject) and i == 1 else a
+                for i, a in enumerate(args)
+            )
+            if name == "c10d::broadcast_":
+                args = (*args[:2], 0, *args[3:])
         result = func(*args, **kwargs)
         if not name.startswith(_SILENT):
             # An operation that only makes a view has nothing to do again.
@@ -105,7 +119,8 @@ class RecordedGraph:
         self._calls = calls
 
     def replay(self) -> None:
-        with torch.no_grad():
+        # What autocast and autograd did is among the recorded operations.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for func, args, kwargs, recorded in self._calls:
                 leaves, _ = tree_flatten(func(*args, **kwargs))
                 for leaf in leaves:
@@ -118,6 +133,26 @@ class RecordedGraph:
 
     def reset(self) -> None:
         self._calls = []
+
+
+def _alone() -> Any:
+    """A process group of this rank only, as an argument of an operation."""
+    if not dist.is_initialized():
+        raise RuntimeError("a collective without a process group")
+    if dist.group.WORLD not in _own_groups:
+        rank = dist.get_rank()
+        _own_groups[dist.group.WORLD] = dist.new_group([rank], use_local_synchronization=True)
+    return _own_groups[dist.group.WORLD].boxed()
+
+
+def _without_this_file(trace: TracebackType | None) -> TracebackType | None:
+    """A real capture raises in the operation; ours raises in a frame of its own."""
+    if trace is None:
+        return None
+    rest = _without_this_file(trace.tb_next)
+    if trace.tb_frame.f_code.co_filename == __file__:
+        return rest
+    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from tests.graph_cases import NAMES, batches, captures_on, check_same, run, trai
 from tests.ranks import Ranks
 
 _NUM_STEPS = 50
-# Steps that use the gradients that they find have one graph for none and one for some. The sample is
-# a micro-step that reduces without gradients, which accumulation has no other use for.
+# Steps that use the gradients that they find have one graph for none and one for some. The sample
+# of accumulation reduces without having found any, which its steps never do.
 _NUM_GRAPHS = {"no zero": 2, "zero in place": 2, "accumulation": 4}
 
 

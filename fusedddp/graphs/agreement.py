@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from fusedddp.graphs.participants import Participants
 from fusedddp.module import FusedDDP
 from fusedddp.replicas import fail_together, verify_same
+
+_T = TypeVar("_T")
 
 # Note [Ranks that fail]
 # ~~~~~~~~~~~~~~~~~~~~~~
@@ -46,21 +49,48 @@ def settle(participants: Participants, problem: BaseException | None) -> None:
 
 
 class Rounds:
-    """How many rounds each wrapper has issued, to tell what a failed step owes the other ranks.
+    """Runs steps eagerly that all ranks take part in, and fail in together.
 
     See Note [Ranks that fail].
     """
 
-    def __init__(self, wrappers: Iterable[FusedDDP]) -> None:
-        self._before = {id(wrapper): wrapper.reducer.rounds.count for wrapper in wrappers}
+    def __init__(self, participants: Participants) -> None:
+        self._participants = participants
+        self._issued: dict[FusedDDP, int] = {}
 
-    def complete(self, wrappers: Iterable[FusedDDP]) -> None:
-        """Issues the round that the others wait for, after a step that raised."""
-        for wrapper in wrappers:
-            reducer = wrapper.reducer
-            if reducer.rounds.count == self._before.get(id(wrapper), 0):
-                wrapper.skip_backward()
-            reducer.rounds.usage.drop_lacking()
+    def run(self, step: Callable[[], _T]) -> _T:
+        """Runs one step.
+
+        Raises:
+            Exception: what the step raises here.
+            RuntimeError: it raises on another rank.
+        """
+        world = self._participants
+        before = {wrapper: wrapper.reducer.rounds.count for wrapper in world.wrappers}
+        result: _T | None = None
+        problem: BaseException | None = None
+        try:
+            result = step()
+        except BaseException as error:
+            problem = error
+        counts = {w: w.reducer.rounds.count - before.get(w, 0) for w in world.wrappers}
+        if problem is None:
+            self._issued = counts
+        else:
+            for wrapper, count in counts.items():
+                # As many as in the last step; in the first one a step is taken to reduce once.
+                for _ in range(self._issued.get(wrapper, 1) - count):
+                    wrapper.skip_backward()
+                wrapper.reducer.rounds.usage.drop_lacking()
+        settle(world, problem)
+        return result  # type: ignore[return-value]
+
+    def lack_steps(self) -> bool:
+        """Whether a wrapper that has reduced in the last step needs more before a capture."""
+        return any(
+            count and wrapper.reducer.rounds.num_steps_missing()
+            for wrapper, count in self._issued.items()
+        )
 
 
 def group_is_alive(group: dist.ProcessGroup) -> bool:

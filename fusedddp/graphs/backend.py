@@ -24,13 +24,7 @@ class Graph(Protocol):
 
 
 class Backend(Protocol):
-    """What captures on one type of device.
-
-    Attributes:
-        executes: whether work is carried out while it is captured.
-    """
-
-    executes: bool
+    """What captures on one type of device."""
 
     def new_pool(self) -> Any:
         """Memory that several graphs share."""
@@ -57,8 +51,6 @@ class Backend(Protocol):
 
 class CudaBackend:
     """CUDA graphs, and on ROCm HIP graphs, of the current device."""
-
-    executes = False
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

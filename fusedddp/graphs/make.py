@@ -60,11 +60,12 @@ def make_graphed_step(
         sample_kwargs: keyword arguments.
         model: the module or modules that `step` trains; None for those whose forward runs in it.
             Give those that it uses without calling them, or their state is not put back, and
-            changes to them are not noticed.
+            changes to them are not noticed. (A step that drops gradients before it runs the model
+            needs it, too, if those that are there now are to be put back.)
         optimizer: the optimizer or optimizers; None for those that step in it. As for `model`.
         scaler: the ``torch.amp.GradScaler``, if there is one. It cannot be found.
-        warmup: eager steps before a capture, at least; further ones are run if a wrapper has not
-            laid its buckets out, and one to see whether the step uses gradients that it finds.
+        warmup: eager steps before a capture; one more shows whether the step uses gradients that it
+            finds, and further ones are run if a wrapper has not laid its buckets out by then.
         max_graphs: the least recently used graph is dropped for one more. A graph costs the memory
             of its inputs and results; the rest is shared.
         pool: memory to share with other graphs (``torch.cuda.graph_pool_handle()``).

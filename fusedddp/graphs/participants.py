@@ -121,7 +121,7 @@ class Participants:
                 [
                     (
                         wrapper.require_backward_grad_sync,
-                        wrapper.require_forward_param_sync,
+                        wrapper.will_sync_module_buffers(),
                         wrapper.reducer.accumulated,
                     )
                     for wrapper in self.wrappers

@@ -220,7 +220,6 @@ class GraphedStep:
         entry = Entry(world.params, dropped)
         captured: CapturedStep | None = None
         problem: BaseException | None = None
-        rounds = agreement.Rounds(world.wrappers)
         # Casts that autocast has kept are of the parameters as they were.
         torch.clear_autocast_cache()
         try:
@@ -238,7 +237,8 @@ class GraphedStep:
             problem = translate(error)
             if problem is not error:
                 problem.__cause__ = error
-            self._end_failed(rounds)
+            for wrapper in world.wrappers:
+                wrapper.reducer.forget_backward()
         finally:
             torch.clear_autocast_cache()
             snapshot.restore()
@@ -251,42 +251,18 @@ class GraphedStep:
         """Runs the step eagerly, puts all state back; returns which gradients it drops."""
         world, backend = self._participants, self._backend
         assert backend is not None
-        problem: BaseException | None = None
-        dropped: set[int] = set()
-        rounds = agreement.Rounds(world.wrappers)
+        rounds = agreement.Rounds(world)
         try:
             with backend.warm_up(), world.met(snapshot.add_module, snapshot.add_optimizer):
-                done = 0
-                while done < self._warmup or self._lacks_steps(done):
-                    rounds = agreement.Rounds(world.wrappers)
+                for _ in range(self._warmup):
                     snapshot.restore_gradients()
-                    run()
-                    done += 1
-                rounds = agreement.Rounds(world.wrappers)
-                dropped = find_dropped(world.params, run)
-        except BaseException as error:
-            problem = error
-            rounds.complete(world.wrappers)
+                    rounds.run(run)
+                dropped = rounds.run(lambda: find_dropped(world.params, run))
+                while rounds.lack_steps():
+                    rounds.run(run)
         finally:
             snapshot.restore()
-        agreement.settle(world, problem)
         return dropped
-
-    def _lacks_steps(self, done: int) -> bool:
-        """Whether more eager steps would give a wrapper its buckets; an unused one gets none."""
-        return done < 2 and any(
-            wrapper.require_backward_grad_sync and wrapper.reducer.rounds.num_steps_missing()
-            for wrapper in self._participants.wrappers
-        )
-
-    def _end_failed(self, rounds: agreement.Rounds) -> None:
-        """See Note [Ranks that fail] in agreement.py."""
-        assert self._backend is not None
-        if self._backend.executes:
-            rounds.complete(self._participants.wrappers)
-        else:
-            for wrapper in self._participants.wrappers:
-                wrapper.reducer.forget_backward()
 
     def _refuse_device(self, elsewhere: str) -> None:
         if self._insists:

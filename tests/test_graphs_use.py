@@ -1,0 +1,510 @@
+"""Graphed steps in use: signatures, outputs, endings, wrong calls, users' own captures."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fusedddp
+from fusedddp.graphs.backend import BACKENDS
+from tests.graph_cases import batches, captures_on, check_same, run, training
+from tests.models import Branches
+from tests.ranks import Ranks
+
+_Run = Callable[..., None]
+
+
+@pytest.fixture
+def on_rank(one_rank: Ranks, device: str) -> _Run:
+    return lambda fn, *args: one_rank.run(fn, device, *args)
+
+
+# -- signatures ----------------------------------------------------------------------------------
+
+
+def check_signatures(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        eager, case = training("views", device, group), training("views", device, group)
+        a, b = batches(2, rank, device), batches(2, rank, device, rows=3)
+        sequence = [a[0], b[0], a[1], b[1], a[0]]
+        expected = [eager.step(x).tolist() for x in sequence]
+        with fusedddp.make_graphed_step(case.step, (a[0],), max_graphs=2) as step:
+            assert [step(x).tolist() for x in sequence] == expected
+            assert step.num_graphs == 2
+            other = batches(1, rank, device, rows=5)[0]  # takes the place of that for `b`
+            assert step(other).tolist() == eager.step(other).tolist()
+            assert step.num_graphs == 2
+            assert step(a[0]).tolist() == eager.step(a[0]).tolist()
+            assert step(b[0]).tolist() == eager.step(b[0]).tolist()
+        check_same(case.state(), eager.state())
+
+
+def test_other_shapes_get_graphs_of_their_own(on_rank: _Run) -> None:
+    on_rank(check_signatures)
+
+
+def check_structure(rank: int, device: str) -> None:
+    with captures_on(device):
+
+        def step(pair: tuple[Tensor, Tensor], *, options: dict[str, Any]) -> dict[str, Any]:
+            return {
+                "sum": pair[0] * options["factor"] + pair[1],
+                "both": [pair[0] + 1, (pair[1].sum(), None)],
+                "name": "x",
+            }
+
+        x, y = (torch.full((2,), v, device=device) for v in (1.0, 2.0))
+        graphed = fusedddp.make_graphed_step(step, ((x, y),), {"options": {"factor": 3}})
+        first = graphed((x, y), options={"factor": 3})
+        second = graphed((y, x), options={"factor": 3})
+        assert first["sum"].tolist() == [5, 5] and second["sum"].tolist() == [7, 7]
+        assert second["name"] == "x" and second["both"][1][1] is None
+        assert isinstance(second["both"][1], tuple)
+        assert graphed((x, y), options={"factor": 4})["sum"].tolist() == [6, 6]
+        assert graphed((x, y), options={"factor": 3.0})["sum"].tolist() == [5, 5]
+        assert graphed.num_graphs == 3
+
+
+def test_outputs_have_the_structure_of_the_step_and_stay(on_rank: _Run) -> None:
+    on_rank(check_structure)
+
+
+def check_number(rank: int, device: str) -> None:
+    with captures_on(device):
+
+        def scale(x: Tensor, factor: float) -> Tensor:
+            return x * factor
+
+        x = torch.ones(2, device=device)
+        graphed = fusedddp.make_graphed_step(scale, (x, 0.0), max_graphs=2)
+        with pytest.raises(RuntimeError, match=r"leaf 1 of the arguments was float .* as tensors"):
+            for number in range(1, 20):
+                graphed(x, float(number))
+        assert graphed(x, 3.0).tolist() == [3, 3]
+
+
+def test_number_that_changes_in_each_call_is_an_error(on_rank: _Run) -> None:
+    on_rank(check_number)
+
+
+# -- state ---------------------------------------------------------------------------------------
+
+
+def check_untouched(rank: int, device: str, name: str) -> None:
+    with captures_on(device) as group:
+        case = training(name, device, group)
+        xs = batches(4, rank, device)
+        run(case, case.step, xs)
+        case.model(xs[0]).sum().backward()
+        addresses = [(p.data_ptr(), p.grad.data_ptr()) for p in case.model.module.body.parameters()]
+        before, numbers = case.state(), torch.get_rng_state()
+        with fusedddp.make_graphed_step(
+            case.step,
+            (xs[0],),
+            model=case.model,
+            optimizer=case.optimizer,
+            scaler=case.scaler,
+        ):
+            check_same(case.state(), before)
+        now = [(p.data_ptr(), p.grad.data_ptr()) for p in case.model.module.body.parameters()]
+        assert now == addresses
+        assert torch.equal(torch.get_rng_state(), numbers)
+
+
+@pytest.mark.parametrize("name", ["views", "buffers", "dropout", "scaler", "no zero", "sgd"])
+def test_capture_leaves_state_as_it_was(on_rank: _Run, name: str) -> None:
+    on_rank(check_untouched, name)
+
+
+def check_new_state(rank: int, device: str) -> None:
+    with captures_on(device):
+        for make in (
+            lambda p: torch.optim.NAdam(p, lr=0.1, capturable=device == "cuda", foreach=False),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+        ):
+            model = nn.Linear(20, 5).to(device)
+            optimizer = make(model.parameters())
+
+            def step(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+                optimizer.zero_grad()
+                model(x).square().sum().backward()
+                optimizer.step()
+
+            (x,) = batches(1, rank, device)
+            if isinstance(optimizer, torch.optim.SGD):
+                with pytest.raises(RuntimeError, match="Run one step eagerly before"):
+                    fusedddp.make_graphed_step(lambda x, step=step: step(x), (x,))
+                step(x)
+                assert fusedddp.make_graphed_step(lambda x, step=step: step(x), (x,))(x) is None
+            elif device == "cuda":
+                graphed = fusedddp.make_graphed_step(lambda x, step=step: step(x), (x,))
+                assert optimizer.state[model.bias]["mu_product"].item() == 1.0
+                graphed(x)
+
+
+def test_state_that_an_optimizer_makes_in_warm_up(on_rank: _Run) -> None:
+    on_rank(check_new_state)
+
+
+# -- eager ---------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_step_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.ones(2, 3)
+    with caplog.at_level(logging.INFO, logger="fusedddp.graphs.make"):
+        with fusedddp.make_graphed_step(lambda x: x.sum().item() + x, (x,)) as step:
+            assert step(x).tolist() == (x + 6).tolist()
+    assert len(caplog.records) == 1 and "(2, 3) on cpu" in caplog.text
+    with pytest.raises(RuntimeError, match="it was closed"):
+        step(x)
+    with pytest.raises(ValueError, match=r"enabled=True: .* shape \(2, 3\) on cpu"):
+        fusedddp.make_graphed_step(lambda x: x, (x,), enabled=True)
+    step = fusedddp.make_graphed_step(lambda x: x.sum().item() + x, (x,), enabled=False)
+    assert step(x).tolist() == (x + 6).tolist()
+
+
+# -- endings -------------------------------------------------------------------------------------
+
+
+def check_endings(rank: int, device: str) -> None:
+    with captures_on(device) as given:
+        destroy = dist.destroy_process_group
+        backend = "nccl" if device == "cuda" else "gloo"
+        group = dist.new_group(backend=backend)
+        case = training("views", device, group)
+        (x,) = batches(1, rank, device)
+        step = fusedddp.make_graphed_step(case.step, (x,))
+        step(x)
+        dist.destroy_process_group(group)
+        assert dist.destroy_process_group is destroy
+        assert step.num_graphs == 0
+        with pytest.raises(RuntimeError, match="that it was destroyed"):
+            step(x)
+        again = training("views", device, given)
+        step = fusedddp.make_graphed_step(again.step, (x,))
+        assert dist.destroy_process_group is not destroy
+        del step
+        assert dist.destroy_process_group is destroy
+
+
+def test_graphs_go_before_their_process_group(on_rank: _Run) -> None:
+    on_rank(check_endings)
+
+
+# -- wrong calls ---------------------------------------------------------------------------------
+
+
+def check_calls(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        case = training("views", device, group)
+        (x,) = batches(1, rank, device)
+        step: Any = fusedddp.make_graphed_step(case.step, (x,))
+        found: list[BaseException] = []
+
+        def elsewhere() -> None:
+            try:
+                step(x)
+            except RuntimeError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert "one from Thread-" in str(found[0])
+        with pytest.raises(RuntimeError, match="no capture around a graphed step"):
+            BACKENDS[device]().capture(lambda: step(x), None)
+        itself: Any = None
+
+        def calls_itself(x: Tensor) -> Tensor:
+            return x if itself is None else itself(x)
+
+        itself = fusedddp.make_graphed_step(calls_itself, (x,))
+        with pytest.raises(RuntimeError, match=r"that it does\. Call the function itself"):
+            itself(x[:2])
+        with case.model.join(), pytest.raises(RuntimeError, match="no join"):
+            step(x)
+        for wrong, kind, text in (
+            (x.clone().requires_grad_(), ValueError, "leaf 0 .* Pass input.detach"),
+            (x[:1].expand(8, 20), ValueError, "an expanded one as leaf 0"),
+            (x.to_sparse(), ValueError, "expected dense tensors"),
+            (bytearray(1), TypeError, "found bytearray as leaf 0"),
+        ):
+            with pytest.raises(kind, match=text):
+                step(wrong)
+        assert step(x).tolist() is not None
+
+
+def test_calls_that_make_no_sense(on_rank: _Run) -> None:
+    on_rank(check_calls)
+
+
+def check_arguments(rank: int, device: str) -> None:
+    with captures_on(device):
+        x = torch.ones(2, device=device)
+        make: Any = fusedddp.make_graphed_step
+        for call, kind, text in (
+            (lambda: make(3, (x,)), TypeError, "step: expected a function"),
+            (lambda: make(len, x), TypeError, r"Write \(x,\) for a single one"),
+            (lambda: make(len, (x,), warmup=0), ValueError, "warmup: expected a whole number"),
+            (lambda: make(len, (x,), max_graphs=None), ValueError, "max_graphs: expected"),
+            (lambda: make(len, (x,), enabled="yes"), TypeError, "enabled: expected True"),
+            (lambda: make(len, (x,), model=3), TypeError, "'int' object is not iterable"),
+            (lambda: make(len, (x,), optimizer=[3]), TypeError, "optimizer: expected a Optimizer"),
+            (lambda: make((len, len), (x,)), ValueError, "pass model=model"),
+            (lambda: make(len, (x,)), TypeError, r"found 2 \(int\)"),
+        ):
+            with pytest.raises(kind, match=text):
+                call()
+        assert make(lambda x: None, (x,))(x) is None
+
+
+def test_arguments_that_make_no_sense(on_rank: _Run) -> None:
+    on_rank(check_arguments)
+
+
+# -- errors in a capture -------------------------------------------------------------------------
+
+
+def check_errors(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        case = training("views", device, group)
+        eager = training("views", device, group)
+        xs = batches(3, rank, device)
+        before = case.state()
+
+        def reads(x: Tensor) -> Tensor:
+            loss = case.step(x)
+            if loss.item() > 1e9:
+                raise ValueError
+            return loss
+
+        def selects(x: Tensor) -> Tensor:
+            return case.step(x[x[:, 0] > 0])
+
+        def in_forward(x: Tensor) -> Tensor:
+            out = case.model(x)
+            return out[out.isnan()].sum()
+
+        for step, text in (
+            (reads, r"test_graphs_use.py:\d+: `if loss.item\(\) > 1e9:` reads a value on the host"),
+            (selects, r"`return case.step\(x\[x\[:, 0\] > 0\]\)` gives a tensor whose size"),
+            (in_forward, r"`return out\[out.isnan\(\)\].sum\(\)`"),
+        ):
+            with pytest.raises(RuntimeError, match=text):
+                fusedddp.make_graphed_step(step, (xs[0],))
+            after = case.state()
+            check_same({k: after[k] for k in before}, before)
+        for x in xs:  # and training goes on
+            assert case.step(x).tolist() == eager.step(x).tolist()
+        with fusedddp.make_graphed_step(case.step, (xs[0],)) as step:
+            assert step(xs[0]).tolist() == eager.step(xs[0]).tolist()
+
+
+def test_errors_in_a_capture_say_whose_line(on_rank: _Run) -> None:
+    on_rank(check_errors)
+
+
+def check_rank_fails(rank: int, when: str) -> None:
+    with captures_on("cpu"):
+        case = training("views", "cpu", None)
+        eager = training("views", "cpu", None)
+        xs = batches(4, rank, "cpu")
+        calls = 0
+
+        def step(x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            captures = calls == 4  # two steps of warm-up and the probe come first
+            if rank == 1 and when == "warm-up" and calls == 2:
+                raise ValueError("no data")
+            loss = case.model(x).square().mean()
+            if rank == 1 and when == "capture" and captures:
+                loss.item()
+            loss.backward()
+            if rank == 1 and when == "optimizer" and captures:
+                loss.item()
+            case.optimizer.step()
+            return loss
+
+        kind = ValueError if rank == 1 and when == "warm-up" else RuntimeError
+        text = "no data" if when == "warm-up" else r"loss.item\(\)"
+        if rank == 0:
+            text = "rank 1 failed, so no rank can go on. .*" + text
+        with pytest.raises(kind, match=text):
+            fusedddp.make_graphed_step(step, (xs[0],))
+        for x in xs:
+            assert case.step(x).tolist() == eager.step(x).tolist()
+        check_same(case.state(), eager.state())
+
+
+@pytest.mark.parametrize("when", ["warm-up", "capture", "optimizer"])
+def test_a_rank_that_fails_makes_all_fail(two_ranks: Ranks, when: str) -> None:
+    two_ranks.run(check_rank_fails, when)
+
+
+def check_disagreement(rank: int) -> None:
+    with captures_on("cpu"):
+        case = training("views", "cpu", None)
+        (x,) = batches(1, rank, "cpu")
+        case.model.train(rank == 0)
+        with pytest.raises(RuntimeError, match="expected the same steps to capture on all ranks"):
+            fusedddp.make_graphed_step(case.step, (x,), model=case.model)
+
+
+def test_ranks_agree_on_what_they_capture(two_ranks: Ranks) -> None:
+    two_ranks.run(check_disagreement)
+
+
+def check_used_set(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        model = fusedddp.wrap(
+            Branches().to(device), process_group=group, find_unused_parameters=True
+        )
+        x = torch.ones(3, device=device)
+        calls = 0
+
+        def changing(x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return step(x, [0, 1] if calls < 4 else [0])
+
+        def step(x: Tensor, which: list[int]) -> Tensor:
+            loss: Tensor = model(x, which)
+            loss.backward()
+            return loss
+
+        with pytest.raises(RuntimeError, match=r"a gradient of w.1 in only one of them"):
+            fusedddp.make_graphed_step(changing, (x,))
+        assert step(x, [0, 1, 2]).tolist() == 9
+
+
+def test_parameters_that_are_used_must_not_change(on_rank: _Run) -> None:
+    on_rank(check_used_set)
+
+
+# -- without our help ----------------------------------------------------------------------------
+
+
+def check_own_capture(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        (x,) = batches(1, rank, device)
+        for name in ("views", "own gradients", "find unused"):
+            eager, case = training(name, device, group), training(name, device, group)
+            backend = BACKENDS[device]()
+            for missing in ("2 more steps", "1 more step"):
+                with pytest.raises(RuntimeError, match=f"run {missing} eagerly"):
+                    backend.capture(lambda case=case: case.step(x), None)
+                case.model.reducer.forget_backward()
+                for param in case.model.parameters():
+                    param.grad = None
+                with backend.warm_up():
+                    case.step(x)
+                eager.step(x)
+            graph, loss = backend.capture(lambda case=case: case.step(x).detach(), None)
+            if device == "cpu":  # the stand-in has carried the step out
+                assert loss.tolist() == eager.step(x).tolist()
+            for _ in range(5):
+                graph.replay()
+                assert loss.tolist() == eager.step(x).tolist()
+            check_same(case.state(), eager.state())
+
+
+def test_users_own_capture(on_rank: _Run) -> None:
+    on_rank(check_own_capture)
+
+
+def check_split(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        eager, case = training("views", device, group), training("views", device, group)
+
+        def backward(x: Tensor) -> Tensor:
+            loss = (case.model(x) - x[:, :5]).square().mean()
+            loss.backward()
+            return loss
+
+        def update() -> None:
+            case.optimizer.step()
+            case.optimizer.zero_grad()
+
+        xs = batches(10, rank, device)
+        with fusedddp.make_graphed_step((backward, update), (xs[0],), model=case.model) as step:
+            for x in xs:
+                assert step(x).tolist() == eager.step(x).tolist()
+            assert step.num_graphs == 2
+            if device == "cpu":
+                assert step._backward._backend.num_replays == 10
+        eager.optimizer.zero_grad()
+        check_same(case.state(), eager.state())
+
+
+def test_reduction_between_two_graphs(two_ranks: Ranks) -> None:
+    two_ranks.run(check_split, "cpu")
+
+
+def test_reduction_between_two_graphs_on_one_rank(on_rank: _Run) -> None:
+    on_rank(check_split)
+
+
+# -- what only a GPU shows -----------------------------------------------------------------------
+
+
+def check_memory(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        case = training("clipping", device, group)
+        xs = batches(2, rank, device)
+        loader = torch.utils.data.DataLoader(xs[0].cpu(), pin_memory=True, num_workers=0)
+        with fusedddp.make_graphed_step(case.step, (xs[0],)) as step:
+            batch = iter(loader)
+            step(xs[0])
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_stats()["allocated_bytes.all.current"]
+            for _ in range(1000):
+                step(xs[1])
+            next(batch)
+            torch.cuda.synchronize()
+            assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == before
+
+
+@pytest.mark.gpu
+def test_replays_take_no_memory(one_rank: Ranks) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    one_rank.run(check_memory, "cuda")
+
+
+def check_sections(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        torch.manual_seed(0)
+        xs = batches(10, rank, device)
+        results = []
+        for is_graphed in (False, True):
+            torch.manual_seed(0)
+            section: Any = nn.Sequential(nn.Linear(20, 20), nn.Tanh()).to(device)
+            head = nn.Linear(20, 5).to(device)
+            if is_graphed:
+                section = torch.cuda.make_graphed_callables(section, (xs[0],))
+            model = fusedddp.wrap(nn.Sequential(section, head), process_group=group)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            losses = []
+            for x in xs:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            results.append(losses)
+        assert results[0] == results[1]
+
+
+@pytest.mark.gpu
+def test_graphed_sections_in_a_wrapped_model(one_rank: Ranks) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    one_rank.run(check_sections, "cuda")
