@@ -8,10 +8,10 @@ recorded one lies. So it freezes what a CUDA graph freezes: addresses, Python nu
 branch was taken, which tensors were there. What would make the host wait for the device raises.
 
 What it cannot show, and the tests marked `gpu` have to: memory that a pool uses twice, memory that
-is freed while a graph reads it, pinned memory and pointer tables, streams and events, NCCL, and
-that nothing is carried out while capturing. It keeps every tensor of a step alive, so buckets see
-their memory in use and take new memory for the next capture, and gradients are never reduced in
-place.
+is freed while a graph reads it, pinned memory and pointer tables, streams and events, and NCCL. (Of
+the first it shows one thing: a replay spoils what later graphs of its pool have made.) It keeps
+every tensor of a step alive, so buckets see their memory in use and take new memory for the next
+capture, and gradients are never reduced in place.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class StandIn:
         self.num_captures = 0
         self.num_replays = 0
 
-    def new_pool(self) -> Any:
-        return object()
+    def new_pool(self) -> list[RecordedGraph]:
+        return []
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
@@ -63,7 +63,10 @@ class StandIn:
         except RuntimeError as error:
             error.__traceback__ = _without_this_file(error.__traceback__)
             raise
-        return RecordedGraph(recorder.calls), result
+        graph = RecordedGraph(recorder, pool)
+        if pool is not None:
+            pool.append(graph)
+        return graph, result
 
     def replay(self, graph: RecordedGraph) -> None:
         self.num_replays += 1
@@ -78,11 +81,13 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         calls: the operation, its arguments, and its results.
+        made: floating tensors in memory that did not exist before.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.made: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -111,14 +116,23 @@ class Recorder(TorchDispatchMode):
             if not is_view:
                 results = [_alias(r) for r in tree_leaves(result) if isinstance(r, Tensor)]
                 self.calls.append((func, *held, results))
+                known = {t.data_ptr() for t in tree_leaves(held) if isinstance(t, Tensor)}
+                self.made += [
+                    r for r in results if r.is_floating_point() and r.data_ptr() not in known
+                ]
         return result
 
 
 class RecordedGraph:
-    def __init__(self, calls: list[tuple[Any, Any, Any, list[Tensor]]]) -> None:
-        self._calls = calls
+    """What was recorded, in a pool: a list of graphs, in the order of their capture."""
+
+    def __init__(self, recorder: Recorder, pool: list[RecordedGraph] | None) -> None:
+        self._calls = recorder.calls
+        self._made = recorder.made
+        self._pool = pool
 
     def replay(self) -> None:
+        self._spoil_later_graphs()
         # What autocast and autograd did is among the recorded operations.
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for func, args, kwargs, recorded in self._calls:
@@ -131,8 +145,15 @@ class RecordedGraph:
                     if destination.data_ptr() != source.data_ptr():
                         destination.copy_(source)
 
+    def _spoil_later_graphs(self) -> None:
+        """What later graphs of the pool have made may lie where this one keeps its scratch."""
+        if self._pool is not None and self in self._pool:
+            for other in self._pool[self._pool.index(self) + 1 :]:
+                for tensor in other._made:
+                    tensor.fill_(torch.nan)
+
     def reset(self) -> None:
-        self._calls = []
+        self._calls, self._made = [], []
 
 
 def _alone() -> Any:

@@ -76,7 +76,7 @@ class Rounds:
         counts = {w: w.reducer.rounds.count - before.get(w, 0) for w in world.wrappers}
         if problem is None:
             self._issued = counts
-        else:
+        elif isinstance(problem, Exception):
             for wrapper, count in counts.items():
                 # As many as in the last step; in the first one a step is taken to reduce once.
                 for _ in range(self._issued.get(wrapper, 1) - count):

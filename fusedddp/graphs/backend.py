@@ -39,7 +39,8 @@ class Backend(Protocol):
             The graph, and what `run` returned.
 
         Raises:
-            Exception: what `run` raised, or what is wrong with the capture as a whole.
+            Exception: what `run` raised, or what is wrong with the capture as a whole. Random
+                numbers of earlier graphs may not follow torch.manual_seed any more.
         """
 
     def replay(self, graph: Graph) -> None:
@@ -69,6 +70,8 @@ class CudaBackend:
 
     def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Graph, Any]:
         graph = torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        numbers = generator.clone_state()
         result: Any = None
         problem: BaseException | None = None
         # Earlier collectives have to be over: NCCL's watchdog asks for their events, which a
@@ -88,12 +91,13 @@ class CudaBackend:
                 except BaseException as error:
                     problem = error  # the end of a broken capture raises too, and says less
         except BaseException as error:
-            raise problem or error from None
+            problem = problem or error
         finally:
             if was_enabled:
                 gc.enable()
         if problem is not None:
-            graph.reset()
+            # A broken capture leaves the generator in the belief that it is still captured.
+            generator.graphsafe_set_state(numbers)
             raise problem
         return graph, result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,4 +80,3 @@ class CapturedStep:
         self._backend.synchronize()
         self._graph.reset()
         self._placeholders, self._memory = [], []
-        gc.collect(0)

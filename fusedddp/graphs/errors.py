@@ -18,7 +18,7 @@ _TORCH = {str(Path(torch.__file__).parent)}
 # What is found in the message or in the line, what that does, and what to do instead.
 _ADVICE = (
     (
-        ("nonzero", "masked_select", "unique", "repeat_interleave", "bincount", "aten.index"),
+        ("nonzero", "masked_select", "unique", "repeat_interleave", "bincount", "::index"),
         "gives a tensor whose size depends on values, which the host has to read",
         "Use a size that does not depend on values: torch.where, a mask that is multiplied with.",
     ),

@@ -160,6 +160,7 @@ def _choose_backend(
         return device_type, None
     others = sorted(name for name in types if name != device_type)
     if device_type in BACKENDS and not others:
+        _check_current(tensors)
         return device_type, BACKENDS[device_type]()
     off = next((t for t in tensors if t.device.type not in BACKENDS), None)
     found = (
@@ -175,6 +176,15 @@ def _choose_backend(
         )
     logger.info("The step runs eagerly, without a graph: found %s.", found)
     return device_type, None
+
+
+def _check_current(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.device.type == "cuda" and tensor.device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"expected all tensors on the current device, cuda:{torch.cuda.current_device()}, "
+                f"found one on {tensor.device}. Call torch.cuda.set_device before."
+            )
 
 
 def _require_count(name: str, value: object) -> None:

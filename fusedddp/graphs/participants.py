@@ -121,7 +121,7 @@ class Participants:
                 [
                     (
                         wrapper.require_backward_grad_sync,
-                        wrapper.will_sync_module_buffers(),
+                        wrapper.will_sync_module_buffers(),  # type: ignore[no-untyped-call]
                         wrapper.reducer.accumulated,
                     )
                     for wrapper in self.wrappers

@@ -27,19 +27,26 @@ class Inputs(NamedTuple):
     constants: list[Any]
 
 
-def flatten_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+def flatten_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str | None = None
+) -> Inputs:
     """Takes the arguments of a call apart.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        device_type: where tensors have to be; None for anywhere.
 
     Raises:
         TypeError: an argument that is neither a tensor nor hashable.
-        ValueError: a tensor that requires a gradient, or is sparse.
+        ValueError: a tensor that no graph can read: elsewhere, sparse, or with a gradient.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors: list[Tensor] = []
     kinds: list[Hashable] = []
     for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            _check_tensor(leaf, position)
+            _check_tensor(leaf, position, device_type)
             tensors.append(leaf)
             kinds.append((leaf.shape, leaf.dtype, leaf.device, leaf.stride()))
             leaves[position] = None
@@ -147,7 +154,12 @@ def first_difference(a: Inputs, b: Inputs) -> str:
     return "the state of the model differs (no_sync, train or eval, autocast, gradients)"
 
 
-def _check_tensor(tensor: Tensor, position: int) -> None:
+def _check_tensor(tensor: Tensor, position: int, device_type: str | None) -> None:
+    if device_type not in (None, tensor.device.type):
+        raise ValueError(
+            f"expected tensors on {device_type} as arguments, found one on {tensor.device} as leaf "
+            f"{position}. Move it there before the call."
+        )
     if tensor.requires_grad:
         raise ValueError(
             "expected inputs that do not require gradients, found one that does as leaf "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Hashable
 from types import TracebackType
@@ -79,8 +80,7 @@ class GraphedStep:
         self._max_graphs = max_graphs
         self._insists = insists
         self._pool = pool
-        if backend is not None and pool is None:
-            self._pool = backend.new_pool()
+        self._owns_pool = pool is None
         self._graphs: dict[Hashable, list[CapturedStep]] = {}
         self._num_calls = 0
         self._stale_in_a_row = 0
@@ -121,12 +121,12 @@ class GraphedStep:
             return
         self._is_running = True
         try:
-            self._capture(flatten_inputs(args, kwargs))
+            self._capture(flatten_inputs(args, kwargs, self._device_type))
         finally:
             self._is_running = False
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = flatten_inputs(args, kwargs)
+        inputs = flatten_inputs(args, kwargs, self._device_type)
         found = self._find(inputs)
         if found is not None:
             found.bindings.renew()
@@ -163,8 +163,8 @@ class GraphedStep:
         if self._stale_in_a_row > _MAX_STALE_IN_A_ROW:
             self._stale_in_a_row = 0
             raise RuntimeError(
-                f"expected a graph to serve several calls, found that {self._stale_in_a_row or 4} "
-                f"in a row had to be captured anew, this time because {change}. What changes from "
+                f"expected a graph to serve several calls, found {_MAX_STALE_IN_A_ROW + 1} calls "
+                f"in a row that needed a new capture, this one because {change}. What changes from "
                 "step to step has to be a tensor that is written in place: for a scheduler use a "
                 "tensor lr, as in AdamW(params, lr=torch.tensor(1e-3, device=...), "
                 "capturable=True)."
@@ -192,8 +192,11 @@ class GraphedStep:
         agreed = bool(world.wrappers)
         if agreed:
             agreement.agree_to_capture(world)
-        while sum(map(len, self._graphs.values())) >= self._max_graphs:
+        while self.num_graphs >= self._max_graphs:
             self._drop_oldest()
+        if not self._graphs and self._owns_pool:
+            # Gradients may still live in a pool that no graph uses, and torch shares none such.
+            self._pool = backend.new_pool()
         placeholders = [placeholder(tensor) for tensor in inputs.tensors]
         args, kwargs = rebuild(inputs, placeholders)
 
@@ -237,6 +240,7 @@ class GraphedStep:
             problem = translate(error)
             if problem is not error:
                 problem.__cause__ = error
+            self.close_graphs()  # see Backend.capture
             for wrapper in world.wrappers:
                 wrapper.reducer.forget_backward()
         finally:
@@ -327,7 +331,7 @@ class GraphedStep:
         self.close()
 
     def __del__(self) -> None:
-        if not self.__dict__.get("_is_closed", True):
+        if not self.__dict__.get("_is_closed", True) and not sys.is_finalizing():
             self.close()
 
     def _check_call(self) -> None:
