@@ -83,7 +83,7 @@ class Training:
 NAMES = (
     "views", "own gradients", "small buckets", "find unused", "static graph", "comm hook",
     "mixed precision", "zero last", "zero in place", "no zero", "buffers", "dropout", "clipping",
-    "autocast", "scaler", "sgd", "scheduler", "accumulation", "checkpointing",
+    "autocast", "scaler", "sgd", "scheduler", "accumulation", "checkpointing", "step first",
 )  # fmt: skip
 
 
@@ -137,6 +137,8 @@ def training(name: str, device: str, group: dist.ProcessGroup | None) -> Trainin
         return loss
 
     def step(x: Tensor, last: bool = True) -> Tensor:
+        if name == "step first":  # on the gradients of the last call
+            optimizer.step()
         zeros_last = name in ("zero last", "accumulation")
         if not zeros_last and name != "no zero":
             optimizer.zero_grad(set_to_none=name != "zero in place")
@@ -146,7 +148,7 @@ def training(name: str, device: str, group: dist.ProcessGroup | None) -> Trainin
             done.scaler.unscale_(optimizer)
         else:
             loss.backward()
-        if not last:
+        if not last or name == "step first":
             return loss
         if name in ("clipping", "scaler"):
             nn.utils.clip_grad_norm_(params, 0.1)

@@ -17,7 +17,7 @@ from tests.ranks import Ranks
 _NUM_STEPS = 50
 # Steps that use the gradients that they find have one graph for none and one for some. The sample
 # of accumulation reduces without having found any, which its steps never do.
-_NUM_GRAPHS = {"no zero": 2, "zero in place": 2, "accumulation": 4}
+_NUM_GRAPHS = {"no zero": 2, "zero in place": 2, "accumulation": 4, "step first": 2}
 
 
 def check_parity(rank: int, device: str, name: str) -> None:

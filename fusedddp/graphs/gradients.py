@@ -59,26 +59,27 @@ class Exit:
 
     def __init__(self, params: Sequence[Parameter], wrappers: Iterable[FusedDDP]) -> None:
         views = _slot_views(wrappers)
-        self._all: list[tuple[Parameter, int, Tensor | None, bool]] = []
+        self._params = list(params)
+        self._addresses = _addresses(params)
+        # Where each gradient is taken from, and whether that is a slot.
+        self._sources: list[tuple[Tensor | None, bool]] = []
         for param in params:
             gradient, view = param.grad, views.get(id(param))
-            if gradient is None:
-                self._all.append((param, 0, None, False))
-                continue
-            is_slot = view is not None and _is_at(gradient, view)
-            self._all.append((param, gradient.data_ptr(), view if is_slot else gradient, is_slot))
+            if gradient is not None and view is not None and _is_at(gradient, view):
+                self._sources.append((view, True))
+            else:
+                self._sources.append((gradient, False))
 
     def restore(self) -> None:
         """Makes `.grad` of each parameter what the graph has written."""
-        for param, address, source, is_slot in self._all:
-            gradient = param.grad
-            if source is None:
-                if gradient is not None:
-                    param.grad = None
-            elif (
-                gradient is None or gradient.data_ptr() != address or gradient.dtype != param.dtype
-            ):
-                param.grad = _alias(source, param) if is_slot else source
+        found = _addresses(self._params)
+        if found == self._addresses:
+            return
+        for param, address, expected, (source, is_slot) in zip(
+            self._params, found, self._addresses, self._sources, strict=True
+        ):
+            if address != expected:
+                param.grad = _alias(source, param) if source is not None and is_slot else source
 
 
 def find_dropped(params: Sequence[Parameter], run: Any) -> set[int]:
@@ -131,6 +132,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def bucket_memory(wrappers: Iterable[FusedDDP]) -> list[Any]:
     """Flat buffers and pointer tables, which a graph needs for as long as it lives."""
     return [bucket.slots for wrapper in wrappers for bucket in wrapper.reducer.buckets]
+
+
+def _addresses(params: Iterable[Parameter]) -> list[int | None]:
+    return [None if g is None else g.data_ptr() for g in [param.grad for param in params]]
 
 
 def _slot_views(wrappers: Iterable[FusedDDP]) -> dict[int, Tensor]:

@@ -71,7 +71,7 @@ class Bindings:
             "buffers": [*map(Tensor.data_ptr, world.buffers)],
             "members of the modules": [*map(id, members)],
             "hyper-parameters": [id(v) if isinstance(v, Tensor) else v for v in options],
-            "state of the optimizer": [*map(id, states), *map(_id_or_value, state_values)],
+            "state of the optimizer": [*map(id, states), *map(id, state_values)],
             "wrapper": [
                 *map(id, wrapper_parts),
                 *[w.reducer.rounds.collective.divide_factor for w in world.wrappers],
@@ -159,7 +159,3 @@ def _options(optimizer: Any) -> Iterator[Any]:
         for key, value in group.items():
             if key != "params" and key not in _SCHEDULER_KEYS:
                 yield value
-
-
-def _id_or_value(value: Any) -> Any:
-    return value if isinstance(value, (int, float, bool, str)) else id(value)
