@@ -30,6 +30,7 @@ from fusedddp.checks import (
 )
 from fusedddp.comm_hooks import CommHook, CommHookFn, builtin_comm_hook
 from fusedddp.config import MIB, Options, bucket_caps, describe_options
+from fusedddp.dynamo import keep_dynamo_out
 from fusedddp.join import MirrorSteps, begin_step, tell_sync
 from fusedddp.mixed_precision import MixedPrecision, require_mixed_precision
 from fusedddp.optimizers import step_in_backward, take_over_in_backward
@@ -328,6 +329,7 @@ class FusedDDP(DistributedDataParallel):
         return self.forward_sync_buffers
 
     def _build_reducer(self, options: Options, comm_hook: CommHook | None = None) -> None:
+        keep_dynamo_out()
         if self.mixed_precision is not None and self._precision is None:
             self._precision = MixedPrecision(
                 self.mixed_precision, self.module, self.parameters_to_ignore

@@ -22,6 +22,7 @@ from fusedddp.collectives import Collective
 from fusedddp.comm_hooks import CommHook
 from fusedddp.config import Options
 from fusedddp.control import ControlReading
+from fusedddp.dynamo import refuse_compiled_autograd
 from fusedddp.hooks import ParamHooks
 from fusedddp.layout import Layout
 from fusedddp.mixed_precision import MixedPrecision
@@ -393,6 +394,7 @@ class Reducer:
         self._accumulates = False
 
     def _begin_backward(self, sync: bool) -> None:
+        refuse_compiled_autograd()
         self._start_backward_state()
         self._graph_task = torch._C._current_graph_task_id()
         if not (self._requires_sync() and sync):
