@@ -234,6 +234,9 @@ class FusedDDP(DistributedDataParallel):
                 f"{len(self._module_parameters)} parameters, all frozen or ignored. Unfreeze one "
                 "before wrapping, or use the module without a wrapper."
             )
+        for inner in module.modules():
+            if isinstance(inner, DistributedDataParallel):
+                _refuse_two_reducers(inner, self._module_parameters)
         self.dim = dim
         self.logger = None
         self.device = self._module_parameters[0].device
@@ -427,6 +430,9 @@ class FusedDDP(DistributedDataParallel):
         if not self._lazy_init_ran:
             # Only now, because users may add optimizers after wrapping.
             self._optimized_in_backward = take_over_in_backward(self._module_parameters)
+            outer = self._get_active_ddp_module()  # type: ignore[no-untyped-call]
+            if outer is not None:
+                _refuse_two_reducers(outer, self._module_parameters)
             self._lazy_init_ran = True
         if _inside_backward():  # a forward that activation checkpointing runs again
             return
@@ -676,6 +682,20 @@ def _owners_of(module: Module, params: Sequence[Parameter]) -> list[tuple[Module
         for name, param in submodule.named_parameters(recurse=False)
     }
     return [owners[id(param)] for param in params]
+
+
+def _refuse_two_reducers(other: DistributedDataParallel, params: Sequence[Parameter]) -> None:
+    """Raises RuntimeError if another implementation reduces some of `params` too."""
+    if isinstance(other, FusedDDP):  # averaging an average changes nothing
+        return
+    theirs = {id(p) for p in other._module_parameters if p.requires_grad}
+    if not theirs.isdisjoint(map(id, params)):
+        raise RuntimeError(
+            "expected one reducer for each parameter, found a FusedDDP and torch's "
+            f"DistributedDataParallel around {type(other.module).__name__}, one inside of the "
+            "other. Each would overwrite the other's buckets: wrap both with fusedddp.wrap, or "
+            "leave one out."
+        )
 
 
 def _inside_backward() -> bool:
