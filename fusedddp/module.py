@@ -6,7 +6,7 @@ import contextlib
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from fusedddp.checks import (
 )
 from fusedddp.comm_hooks import CommHook, CommHookFn, builtin_comm_hook
 from fusedddp.config import MIB, Options, bucket_caps, describe_options
+from fusedddp.dynamo import keep_dynamo_out
 from fusedddp.join import MirrorSteps, begin_step, tell_sync
 from fusedddp.logging_data import ErrorLog, collect
 from fusedddp.mixed_precision import MixedPrecision, require_mixed_precision
@@ -250,6 +251,9 @@ class FusedDDP(DistributedDataParallel):
                 f"{len(self._module_parameters)} parameters, all frozen or ignored. Unfreeze one "
                 "before wrapping, or use the module without a wrapper."
             )
+        for inner in module.modules():
+            if isinstance(inner, DistributedDataParallel):
+                _refuse_two_reducers(inner, self._module_parameters)
         self.dim = dim
         self.logger = ErrorLog()
         self.device = self._module_parameters[0].device
@@ -304,6 +308,7 @@ class FusedDDP(DistributedDataParallel):
         return self.forward_sync_buffers
 
     def _build_reducer(self, options: Options, comm_hook: CommHook | None = None) -> None:
+        keep_dynamo_out()
         if self.mixed_precision is not None and self._precision is None:
             self._precision = MixedPrecision(
                 self.mixed_precision, self.module, self.parameters_to_ignore
@@ -356,8 +361,7 @@ class FusedDDP(DistributedDataParallel):
         with torch.autograd.profiler.record_function("FusedDDP.forward"):
             trains = torch.is_grad_enabled()
             if trains:
-                with self._logs_errors():
-                    self._prepare_forward()
+                self._log_errors_of(self._prepare_forward)
             else:
                 self.reducer.restore_abandoned()
             if self.device_ids:
@@ -386,6 +390,9 @@ class FusedDDP(DistributedDataParallel):
         if not self._lazy_init_ran:
             # Only now, because users may add optimizers after wrapping.
             self._optimized_in_backward = take_over_in_backward(self._module_parameters)
+            outer = self._get_active_ddp_module()  # type: ignore[no-untyped-call]
+            if outer is not None:
+                _refuse_two_reducers(outer, self._module_parameters)
             self._lazy_init_ran = True
         if _inside_backward():  # a forward that activation checkpointing runs again
             return
@@ -480,13 +487,15 @@ class FusedDDP(DistributedDataParallel):
             TypeError, ValueError: `hook` cannot be one.
             RuntimeError: there is a hook already, or a backward is under way.
         """
-        with self._logs_errors():
-            self.reducer.set_comm_hook(CommHook(state, hook))
+        self._log_errors_of(lambda: self.reducer.set_comm_hook(CommHook(state, hook)))
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        with self._logs_errors():
-            self.reducer.set_comm_hook(builtin_comm_hook(comm_hook_type, self.process_group))
+        self._log_errors_of(
+            lambda: self.reducer.set_comm_hook(
+                builtin_comm_hook(comm_hook_type, self.process_group)
+            )
+        )
 
     def join_hook(self, **kwargs: Any) -> MirrorSteps:
         """What `join` calls on a rank that ran out of data.
@@ -517,8 +526,7 @@ class FusedDDP(DistributedDataParallel):
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
-        with self._logs_errors():
-            self.reducer.rounds.set_static_graph()
+        self._log_errors_of(self.reducer.rounds.set_static_graph)
         self.static_graph = True
 
     def _set_sparse_metadata(self, global_unique_ids: Mapping[str, Tensor]) -> None:
@@ -527,10 +535,9 @@ class FusedDDP(DistributedDataParallel):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return collect(self)
 
-    @contextlib.contextmanager
-    def _logs_errors(self) -> Iterator[None]:
+    def _log_errors_of(self, function: Callable[[], None]) -> None:
         try:
-            yield
+            function()
         except Exception as error:
             self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
             raise
@@ -657,6 +664,20 @@ def _weakly(wrapper: FusedDDP, method: Callable[Concatenate[FusedDDP, _P], _T]) 
         return method(alive, *args, **kwargs)
 
     return call
+
+
+def _refuse_two_reducers(other: DistributedDataParallel, params: Sequence[Parameter]) -> None:
+    """Raises RuntimeError if another implementation reduces some of `params` too."""
+    if isinstance(other, FusedDDP):  # averaging an average changes nothing
+        return
+    theirs = {id(p) for p in other._module_parameters if p.requires_grad}
+    if not theirs.isdisjoint(map(id, params)):
+        raise RuntimeError(
+            "expected one reducer for each parameter, found a FusedDDP and torch's "
+            f"DistributedDataParallel around {type(other.module).__name__}, one inside of the "
+            "other. Each would overwrite the other's buckets: wrap both with fusedddp.wrap, or "
+            "leave one out."
+        )
 
 
 def _inside_backward() -> bool:

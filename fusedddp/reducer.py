@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from fusedddp.bucket import Bucket, Chunk
 from fusedddp.comm_hooks import CommHook
 from fusedddp.config import Options
+from fusedddp.dynamo import refuse_compiled_autograd
 from fusedddp.hooks import ParamHooks
 from fusedddp.layout import Layout
 from fusedddp.mixed_precision import MixedPrecision
@@ -346,6 +347,7 @@ class Reducer:
         self._accumulates = False
 
     def _begin_backward(self, sync: bool) -> None:
+        refuse_compiled_autograd()
         self._start_backward_state()
         self._graph_task = torch._C._current_graph_task_id()
         if not (self._requires_sync() and sync):
