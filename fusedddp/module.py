@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,8 @@ from fusedddp.reducer import Reducer
 from fusedddp.replicas import broadcast, describe, fail_together, start_broadcast, verify_same
 from fusedddp.sparse import sparse_params
 from fusedddp_kernels import Ops
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -82,7 +85,7 @@ class FusedDDP(DistributedDataParallel):
         broadcast_buffers: deprecated in torch 2.13; False also leaves buffers out of the initial
             broadcast. Use `forward_sync_buffers`.
         init_sync: compare parameters across ranks and broadcast parameters and buffers from rank
-            0 now (default). With False the caller answers for equal values.
+            0 now (default). With False the caller answers for equal models, keywords and values.
         process_group: the ranks to average over; None (default) for the default group.
         bucket_cap_mb: gradients travel in buckets of about this many MiB. None (default): 25, and
             on accelerators 1 for the first bucket, so that it leaves early.
@@ -282,7 +285,6 @@ class FusedDDP(DistributedDataParallel):
         self._buffer_source = 0
         self._buffer_futures: list[torch.futures.Future[Any]] = []
         self._optimized_in_backward: list[Parameter] = []
-        self._has_run_forward = False
 
     def _set_buffer_flags(
         self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
@@ -324,7 +326,7 @@ class FusedDDP(DistributedDataParallel):
             frozen,
             self.process_group,
             options,
-            requires_sync=_weakly(self, lambda wrapper: wrapper.require_backward_grad_sync),
+            requires_sync=_make_requires_sync(self),
             on_launched=_weakly(self, lambda wrapper: wrapper._start_buffer_sync()),
             on_reduced=_weakly(self, lambda wrapper: wrapper._finish_backward()),
             check_params=owners.check,
@@ -333,12 +335,16 @@ class FusedDDP(DistributedDataParallel):
             precision=self._precision,
         )
 
-    def _renew_reducer(self) -> None:
-        """Lays the buckets out anew for a module that was frozen, unfrozen or moved. Collective.
+    def _renew_if_outdated(self) -> None:
+        """Lays the buckets out anew for a module that was frozen, unfrozen or moved.
+
+        Collective if it was; that is up to the user to do on all ranks.
 
         Raises:
             RuntimeError: on all ranks that come here, if they changed differently.
         """
+        if not self.reducer.is_outdated():
+            return
         trained = [n for n, p in self._named_replicas() if p.requires_grad]
         verify_same(self.process_group, trained, "parameters that require a gradient")
         if not trained:  # until some are unfrozen there is nothing to reduce
@@ -347,6 +353,7 @@ class FusedDDP(DistributedDataParallel):
         old.remove_hooks()
         self._build_reducer(old.rounds.options, old.rounds.comm_hook)
         self.reducer.take_over(old)
+        self.reducer.rounds.collective.divide_factor = old.rounds.collective.divide_factor
         self.device = self._module_parameters[0].device
 
     def _named_replicas(self) -> Iterator[tuple[str, Parameter]]:
@@ -376,7 +383,6 @@ class FusedDDP(DistributedDataParallel):
             with self._inside_ddp_forward(), lowered:
                 output = self.module(*inputs, **kwargs)
             if trains:
-                self._has_run_forward = True
                 if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
                     self._sync_buffers()  # type: ignore[no-untyped-call]
                 self.require_forward_param_sync = self.require_backward_grad_sync
@@ -397,16 +403,16 @@ class FusedDDP(DistributedDataParallel):
         if _inside_backward():  # a forward that activation checkpointing runs again
             return
         self.reducer.prepare_for_forward(sync=sync)
-        if self.reducer.is_outdated():
-            self._renew_reducer()
         joins = self._join_config.enable
         if joins:
             begin_step(self)
+        self._renew_if_outdated()
         # Neither evaluation nor a forward without gradients may wait for other ranks.
         if (self.training or joins) and self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()  # type: ignore[no-untyped-call]
         if joins:
             tell_sync(self)
+        self.reducer.pending_forward = sync
 
     def _finish_backward(self) -> None:
         for future in self._buffer_futures:
@@ -420,7 +426,12 @@ class FusedDDP(DistributedDataParallel):
         For a batch that one rank has to leave out, because its loss is not finite or its forward
         or backward raised: the rank contributes zeros to the mean and gets the gradients of the
         others, so that all ranks go on with the same step and none waits. Under `no_sync` there is
-        nothing to take part in, and nothing is done.
+        nothing to take part in, and nothing is done; nor after a forward under `no_sync` whose
+        backward is the one to be left out.
+
+        One call stands for one backward of the other ranks. Where a step has several (two models,
+        say), call it in the order in which their backwards run. With buffers it stands for their
+        forward as well, if this rank has run none: so not for a second backward of one forward.
 
         Example::
 
@@ -432,14 +443,29 @@ class FusedDDP(DistributedDataParallel):
             optimizer.step()
 
         Raises:
-            RuntimeError: a collective failed.
+            RuntimeError: called inside of a backward; or a collective failed.
         """
+        if _inside_backward():
+            raise RuntimeError(
+                "expected a backward to be skipped before it begins or after it failed, found "
+                "skip_backward() inside of one. Let it raise, and call skip_backward() in the "
+                "handler of that exception."
+            )
         if not self.require_backward_grad_sync:
             return
-        # The forward of the other ranks has waited for the buffers.
-        if not self._has_run_forward and self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
-            self._sync_buffers()  # type: ignore[no-untyped-call]
+        pending = self.reducer.pending_forward
+        if pending is False:  # its backward would have been local
+            self.reducer.pending_forward = None
+            return
+        if pending is None:
+            self._mirror_forward()
         self.reducer.skip_round()
+
+    def _mirror_forward(self) -> None:
+        """Does together with the other ranks what their forward does."""
+        self._renew_if_outdated()
+        if self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()  # type: ignore[no-untyped-call]
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -462,7 +488,6 @@ class FusedDDP(DistributedDataParallel):
 
     def _start_buffer_sync(self) -> Callable[[], None]:
         """Starts the broadcast at the end of a backward; returns what finishes it."""
-        self._has_run_forward = False
         if not self.will_sync_module_buffers() or hasattr(self, "buffer_hook"):  # type: ignore[no-untyped-call]
             return lambda: None
         # Again each time, because modules may put another tensor in a buffer's place.
@@ -571,6 +596,8 @@ class FusedDDP(DistributedDataParallel):
         ):
             state.pop(name, None)
         state["_lazy_init_ran"] = False
+        state["_comm_hooks"] = []  # their state belongs to the original
+        state["require_backward_grad_sync"] = True  # a copy made under no_sync would never sync
         state["_options"] = self.reducer.rounds.options
         return state
 
@@ -585,7 +612,16 @@ class FusedDDP(DistributedDataParallel):
         self._build_reducer(options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedDDP:
-        """A copy over the same process group; its module is copied, gradients are not."""
+        """A copy over the same process group; its module is copied.
+
+        Gradients are not, nor are communication hooks, which is logged: their state may belong to
+        the gradients of the original.
+        """
+        if self.reducer.rounds.comm_hook is not None:
+            logger.warning(
+                "The copy of a FusedDDP has no communication hook: call register_comm_hook on it "
+                "to reduce by one."
+            )
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         with self._precision.restored() if self._precision else contextlib.nullcontext():
@@ -652,6 +688,17 @@ for _name in (
     "_setup_in_backward_optimizers",
 ):
     setattr(FusedDDP, _name, _not_supported(_name))
+
+
+def _make_requires_sync(wrapper: FusedDDP) -> Callable[[], bool]:
+    reference = weakref.ref(wrapper)
+
+    def requires_sync() -> bool:
+        alive = reference()
+        # Its reducer may outlive it in the traceback of an error that somebody holds.
+        return alive is not None and alive.require_backward_grad_sync
+
+    return requires_sync
 
 
 def _weakly(wrapper: FusedDDP, method: Callable[Concatenate[FusedDDP, _P], _T]) -> Callable[_P, _T]:
