@@ -430,8 +430,9 @@ class FusedDDP(DistributedDataParallel):
         backward is the one to be left out.
 
         One call stands for one backward of the other ranks. Where a step has several (two models,
-        say), call it in the order in which their backwards run. With buffers it stands for their
-        forward as well, if this rank has run none: so not for a second backward of one forward.
+        say), call it in the order in which their backwards run. It stands for their forward as
+        well, if this rank has run none since its last backward: so where a module has buffers, or
+        has just been frozen, not for a second backward of one forward.
 
         Example::
 
