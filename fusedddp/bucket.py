@@ -178,7 +178,10 @@ class Bucket:
     def _choose_scale(self) -> None:
         """Settles by what the flatten multiplies; what a comm hook gets is not multiplied."""
         self._divide_factor = self._collective.divide_factor
-        self._reduction = self._collective.reduction(self.layout.dtype, self.device)
+        # For a direct bucket also where it has to copy, because all ranks need the same operation.
+        self._reduction = self._collective.reduction(
+            self.layout.dtype, self.device, in_place=self.layout.is_direct
+        )
         self._scale: Tensor | None = None
         if self._comm_hook is None:
             self._scale = self._collective.scale(self._reduction, self.device)
@@ -243,14 +246,11 @@ class Bucket:
                 if not chunk.is_taken:
                     self.take(chunk)
         if self._in_place is not None:
-            reduction = self._collective.reduction(self.layout.dtype, self.device, in_place=True)
-            scale = self._collective.scale(reduction, self.device)
-            if scale is not None:
-                self._ops.scale_(self._in_place, scale)
+            if self._scale is not None:
+                self._ops.scale_(self._in_place, self._scale)
             with torch.no_grad():
                 flat = self._in_place.as_strided((self.layout.numel,), (1,))
         else:
-            reduction = self._reduction
             flat = self._memory().flat
             if self.layout.has_flag:
                 flat[-1:].fill_(flag)
@@ -258,14 +258,20 @@ class Bucket:
         if self._comm_hook is not None:
             self._work = self._comm_hook.start(self._grad_bucket())
         else:
-            self._work = self._collective.launch(flat, reduction)
+            self._work = self._collective.launch(flat, self._reduction)
 
     def _grad_bucket(self) -> GradBucket:
         slots = self._memory()
-        gradients = list(slots.views)
-        for slot in self._complex_slots:
-            gradients[slot] = torch.view_as_complex(gradients[slot])
-        return GradBucket(self._index, slots.flat, gradients, self.params, is_last=self._is_last)
+
+        def views_of(buffer: Tensor) -> list[Tensor]:
+            same = buffer is slots.flat
+            views = (slots if same else Slots(buffer, self.layout.offsets, self.params)).views
+            return [
+                torch.view_as_complex(view) if param.is_complex() else view
+                for view, param in zip(views, self.params, strict=True)
+            ]
+
+        return GradBucket(self._index, slots.flat, views_of, self.params, is_last=self._is_last)
 
     def wait(self) -> None:
         """Makes the current stream (on CPU the host) wait for the collective or the comm hook.

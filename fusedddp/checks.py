@@ -52,7 +52,15 @@ def check_delayed(
             "gradients in the order in which they arrive."
         )
     own = set(map(id, module.parameters()))
-    for name, param in (*named_params, ("param_to_hook_all_reduce", param_to_hook)):
+    pairs = [("param_to_hook_all_reduce", param_to_hook)]
+    for pair in named_params:
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise TypeError(
+                "delay_all_reduce_named_params: expected pairs of a name and a parameter, found "
+                f"{pair!r:.40} ({type(pair).__name__})"
+            )
+        pairs.append(pair)
+    for name, param in pairs:
         if id(param) not in own:
             raise ValueError(
                 f"delay_all_reduce_named_params: expected parameters of the module, found {name}, "
@@ -109,8 +117,14 @@ def choose_devices(
     """The index of the one GPU that inputs are moved to, in a list, and that of outputs; or None.
 
     Raises:
+        TypeError: `device_ids` is no list.
         ValueError: several devices, or devices for a module that is not on one GPU.
     """
+    if device_ids is not None and not isinstance(device_ids, (list, tuple)):
+        raise TypeError(
+            f"device_ids: expected None or a list of one device, found {device_ids!r} "
+            f"({type(device_ids).__name__})"
+        )
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             "device_ids can only be None or contain a single element. "

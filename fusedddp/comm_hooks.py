@@ -32,14 +32,14 @@ class GradBucket:
         self,
         index: int,
         buffer: Tensor,
-        gradients: Sequence[Tensor],
+        views_of: Callable[[Tensor], list[Tensor]],
         parameters: Sequence[Parameter],
         *,
         is_last: bool,
     ) -> None:
         self._index = index
         self._buffer = buffer
-        self._gradients = list(gradients)
+        self._views_of = views_of
         self._parameters = list(parameters)
         self._is_last = is_last
 
@@ -52,8 +52,8 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """One view of the buffer per parameter, of the parameter's shape and dtype."""
-        return list(self._gradients)
+        """One view of `buffer()` per parameter, of the parameter's shape."""
+        return self._views_of(self._buffer)
 
     def parameters(self) -> list[Parameter]:
         return list(self._parameters)
@@ -63,7 +63,11 @@ class GradBucket:
         return self._is_last
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Makes `buffer` what `buffer()` returns from now on."""
+        """Makes `buffer` what `buffer()` returns and `gradients()` views from now on.
+
+        Args:
+            buffer: 1-D, with as many elements, of any floating dtype.
+        """
         self._buffer = buffer
 
 
@@ -81,54 +85,81 @@ class CommHook:
         self.name = getattr(hook, "__qualname__", type(hook).__qualname__)
 
     def start(self, bucket: GradBucket) -> PendingHook:
-        """Calls the hook.
-
-        Raises:
-            RuntimeError: it does not return a future.
-        """
+        """Calls the hook. What it raises is raised by `PendingHook.wait`."""
         destination = bucket.buffer()  # the hook may set another one
-        future = self._hook(self._state, bucket)
+        try:
+            future = self._hook(self._state, bucket)
+        except Exception as error:  # raised at `wait`, so that ranks end the round together
+            return PendingHook(self.name, None, destination, error)
         # Futures of collectives are of the C++ base class.
         if not isinstance(future, torch._C.Future):
-            raise RuntimeError(
+            refusal = RuntimeError(
                 f"Communication hook {self.name} must return a torch.futures.Future, found "
                 f"{type(future).__name__}. Return work.get_future() of an async collective, or a "
                 "future on which set_result was called."
             )
-        return PendingHook(self.name, future, destination)
+            return PendingHook(self.name, None, destination, refusal)
+        return PendingHook(self.name, future, destination, None)
 
 
 class PendingHook:
-    """A hook whose future may not be done yet."""
+    """A hook whose future may not be done yet, or that has failed."""
 
-    def __init__(self, name: str, future: torch._C.Future[Any], destination: Tensor) -> None:
+    def __init__(
+        self,
+        name: str,
+        future: torch._C.Future[Any] | None,
+        destination: Tensor,
+        error: Exception | None,
+    ) -> None:
         self._name = name
         self._future = future
         self._destination = destination
+        self._error = error
 
     def wait(self) -> None:
         """Waits, and puts the result where the gradients were.
 
         Raises:
-            RuntimeError: the hook failed, or its result is not the bucket's reduced gradients.
+            RuntimeError: its result is not the bucket's reduced gradients.
+            Exception: the hook failed.
         """
+        if self._error is not None:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame, and so whatever it refers to
+        assert self._future is not None
         result: Any = self._future.wait()
         if isinstance(result, (list, tuple)) and len(result) == 1:
             result = result[0]  # what the future of a collective holds
         destination = self._destination
-        if not isinstance(result, Tensor) or result.numel() != destination.numel():
-            found = (
-                f"a tensor of {result.numel()} elements"
-                if isinstance(result, Tensor)
-                else type(result).__name__
-            )
+        if not _fits(result, destination):
             raise RuntimeError(
-                f"Communication hook {self._name}: expected its future to hold one tensor with the "
-                f"{destination.numel()} elements of bucket.buffer(), found {found}."
+                f"Communication hook {self._name}: expected its future to hold one dense, real, "
+                f"floating tensor on {destination.device} with the {destination.numel()} elements "
+                f"of bucket.buffer(), found {_describe(result)}."
             )
         if result.data_ptr() != destination.data_ptr() or result.dtype != destination.dtype:
             with torch.no_grad():
                 destination.copy_(result.reshape(destination.shape))
+
+
+def _fits(result: object, destination: Tensor) -> bool:
+    return (
+        isinstance(result, Tensor)
+        and result.layout == torch.strided
+        and result.device == destination.device
+        and result.is_floating_point()
+        and result.numel() == destination.numel()
+    )
+
+
+def _describe(result: object) -> str:
+    if not isinstance(result, Tensor):
+        return type(result).__name__
+    return f"{result.numel()} elements of {result.dtype}, {result.layout}, on {result.device}"
 
 
 def builtin_comm_hook(kind: BuiltinCommHookType, group: dist.ProcessGroup) -> CommHook:

@@ -30,6 +30,12 @@ class MirrorSteps(JoinHook):
     def main_hook(self) -> None:
         """Mirrors one step of the ranks that still have data."""
         model = self._model
+        if not model._divide_by_initial_world_size:
+            # Not the number of all ranks, so that all choose the same operation. How many are left
+            # does not matter here: this rank contributes zeros.
+            collective = model.reducer.rounds.collective
+            collective.divide_factor = max(collective.world_size - 1, 1)
+        model._renew_if_outdated()
         model._check_and_sync_module_buffers()  # type: ignore[no-untyped-call]
         syncs = model._check_global_requires_backward_grad_sync(is_joined_rank=True)  # type: ignore[no-untyped-call]
         model.require_forward_param_sync = bool(syncs)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.nn import Module, Parameter
 
 from fusedddp.collectives import OPS, Collective, Op
@@ -18,6 +19,7 @@ from fusedddp.replicas import describe, raise_first_difference
 _REDUCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+@_disable_dynamo
 def all_reduce_gradients(
     module_or_params: Module | Iterable[torch.Tensor],
     process_group: dist.ProcessGroup | None = None,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from fusedddp.checks import (
 )
 from fusedddp.comm_hooks import CommHook, CommHookFn, builtin_comm_hook
 from fusedddp.config import MIB, Options, bucket_caps, describe_options
+from fusedddp.dynamo import keep_dynamo_out
 from fusedddp.join import MirrorSteps, begin_step, tell_sync
 from fusedddp.logging_data import ErrorLog, collect
 from fusedddp.mixed_precision import MixedPrecision, require_mixed_precision
@@ -40,6 +42,8 @@ from fusedddp.reducer import Reducer
 from fusedddp.replicas import broadcast, describe, fail_together, start_broadcast, verify_same
 from fusedddp.sparse import sparse_params
 from fusedddp_kernels import Ops
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -82,7 +86,7 @@ class FusedDDP(DistributedDataParallel):
         broadcast_buffers: deprecated in torch 2.13; False also leaves buffers out of the initial
             broadcast. Use `forward_sync_buffers`.
         init_sync: compare parameters across ranks and broadcast parameters and buffers from rank
-            0 now (default). With False the caller answers for equal values.
+            0 now (default). With False the caller answers for equal models, keywords and values.
         process_group: the ranks to average over; None (default) for the default group.
         bucket_cap_mb: gradients travel in buckets of about this many MiB. None (default): 25, and
             on accelerators 1 for the first bucket, so that it leaves early.
@@ -251,6 +255,9 @@ class FusedDDP(DistributedDataParallel):
                 f"{len(self._module_parameters)} parameters, all frozen or ignored. Unfreeze one "
                 "before wrapping, or use the module without a wrapper."
             )
+        for inner in module.modules():
+            if isinstance(inner, DistributedDataParallel):
+                _refuse_two_reducers(inner, self._module_parameters)
         self.dim = dim
         self.logger = ErrorLog()
         self.device = self._module_parameters[0].device
@@ -279,7 +286,6 @@ class FusedDDP(DistributedDataParallel):
         self._buffer_source = 0
         self._buffer_futures: list[torch.futures.Future[Any]] = []
         self._optimized_in_backward: list[Parameter] = []
-        self._has_run_forward = False
 
     def _set_buffer_flags(
         self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
@@ -305,6 +311,7 @@ class FusedDDP(DistributedDataParallel):
         return self.forward_sync_buffers
 
     def _build_reducer(self, options: Options, comm_hook: CommHook | None = None) -> None:
+        keep_dynamo_out()
         if self.mixed_precision is not None and self._precision is None:
             self._precision = MixedPrecision(
                 self.mixed_precision, self.module, self.parameters_to_ignore
@@ -320,7 +327,7 @@ class FusedDDP(DistributedDataParallel):
             frozen,
             self.process_group,
             options,
-            requires_sync=_weakly(self, lambda wrapper: wrapper.require_backward_grad_sync),
+            requires_sync=_make_requires_sync(self),
             on_launched=_weakly(self, lambda wrapper: wrapper._start_buffer_sync()),
             on_reduced=_weakly(self, lambda wrapper: wrapper._finish_backward()),
             check_params=owners.check,
@@ -329,12 +336,22 @@ class FusedDDP(DistributedDataParallel):
             precision=self._precision,
         )
 
-    def _renew_reducer(self) -> None:
-        """Lays the buckets out anew for a module that was frozen, unfrozen or moved. Collective.
+    def _renew_if_outdated(self) -> None:
+        """Lays the buckets out anew for a module that was frozen, unfrozen or moved.
+
+        Collective if it was; that is up to the user to do on all ranks.
 
         Raises:
             RuntimeError: on all ranks that come here, if they changed differently.
         """
+        if not self.reducer.is_outdated():
+            return
+        if is_capturing():
+            raise RuntimeError(
+                "expected the parameters that require a gradient, and their device, to be those of "
+                "the last eager step, found others. Run a step eagerly after freezing, unfreezing "
+                "or moving parameters, before you capture."
+            )
         trained = [n for n, p in self._named_replicas() if p.requires_grad]
         verify_same(self.process_group, trained, "parameters that require a gradient")
         if not trained:  # until some are unfrozen there is nothing to reduce
@@ -343,6 +360,7 @@ class FusedDDP(DistributedDataParallel):
         old.remove_hooks()
         self._build_reducer(old.rounds.options, old.rounds.comm_hook)
         self.reducer.take_over(old)
+        self.reducer.rounds.collective.divide_factor = old.rounds.collective.divide_factor
         self.device = self._module_parameters[0].device
 
     def _named_replicas(self) -> Iterator[tuple[str, Parameter]]:
@@ -357,8 +375,7 @@ class FusedDDP(DistributedDataParallel):
         with torch.autograd.profiler.record_function("FusedDDP.forward"):
             trains = torch.is_grad_enabled()
             if trains:
-                with self._logs_errors():
-                    self._prepare_forward()
+                self._log_errors_of(self._prepare_forward)
             else:
                 self.reducer.restore_abandoned()
             if self.device_ids:
@@ -373,7 +390,6 @@ class FusedDDP(DistributedDataParallel):
             with self._inside_ddp_forward(), lowered:
                 output = self.module(*inputs, **kwargs)
             if trains:
-                self._has_run_forward = True
                 if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
                     self._sync_buffers()  # type: ignore[no-untyped-call]
                 self.require_forward_param_sync = self.require_backward_grad_sync
@@ -387,26 +403,23 @@ class FusedDDP(DistributedDataParallel):
         if not self._lazy_init_ran:
             # Only now, because users may add optimizers after wrapping.
             self._optimized_in_backward = take_over_in_backward(self._module_parameters)
+            outer = self._get_active_ddp_module()  # type: ignore[no-untyped-call]
+            if outer is not None:
+                _refuse_two_reducers(outer, self._module_parameters)
             self._lazy_init_ran = True
         if _inside_backward():  # a forward that activation checkpointing runs again
             return
         self.reducer.prepare_for_forward(sync=sync)
-        if self.reducer.is_outdated():
-            if is_capturing():
-                raise RuntimeError(
-                    "expected the parameters that require a gradient, and their device, to be "
-                    "those of the last eager step, found others. Run a step eagerly after "
-                    "freezing, unfreezing or moving parameters, before you capture."
-                )
-            self._renew_reducer()
         joins = self._join_config.enable
         if joins:
             begin_step(self)
+        self._renew_if_outdated()
         # Neither evaluation nor a forward without gradients may wait for other ranks.
         if (self.training or joins) and self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()  # type: ignore[no-untyped-call]
         if joins:
             tell_sync(self)
+        self.reducer.pending_forward = sync
 
     def _finish_backward(self) -> None:
         for future in self._buffer_futures:
@@ -420,7 +433,13 @@ class FusedDDP(DistributedDataParallel):
         For a batch that one rank has to leave out, because its loss is not finite or its forward
         or backward raised: the rank contributes zeros to the mean and gets the gradients of the
         others, so that all ranks go on with the same step and none waits. Under `no_sync` there is
-        nothing to take part in, and nothing is done.
+        nothing to take part in, and nothing is done; nor after a forward under `no_sync` whose
+        backward is the one to be left out.
+
+        One call stands for one backward of the other ranks. Where a step has several (two models,
+        say), call it in the order in which their backwards run. It stands for their forward as
+        well, if this rank has run none since its last backward: so where a module has buffers, or
+        has just been frozen, not for a second backward of one forward.
 
         Example::
 
@@ -432,14 +451,29 @@ class FusedDDP(DistributedDataParallel):
             optimizer.step()
 
         Raises:
-            RuntimeError: a collective failed.
+            RuntimeError: called inside of a backward; or a collective failed.
         """
+        if _inside_backward():
+            raise RuntimeError(
+                "expected a backward to be skipped before it begins or after it failed, found "
+                "skip_backward() inside of one. Let it raise, and call skip_backward() in the "
+                "handler of that exception."
+            )
         if not self.require_backward_grad_sync:
             return
-        # The forward of the other ranks has waited for the buffers.
-        if not self._has_run_forward and self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
-            self._sync_buffers()  # type: ignore[no-untyped-call]
+        pending = self.reducer.pending_forward
+        if pending is False:  # its backward would have been local
+            self.reducer.pending_forward = None
+            return
+        if pending is None:
+            self._mirror_forward()
         self.reducer.skip_round()
+
+    def _mirror_forward(self) -> None:
+        """Does together with the other ranks what their forward does."""
+        self._renew_if_outdated()
+        if self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()  # type: ignore[no-untyped-call]
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -462,7 +496,6 @@ class FusedDDP(DistributedDataParallel):
 
     def _start_buffer_sync(self) -> Callable[[], None]:
         """Starts the broadcast at the end of a backward; returns what finishes it."""
-        self._has_run_forward = False
         if not self.will_sync_module_buffers() or hasattr(self, "buffer_hook"):  # type: ignore[no-untyped-call]
             return lambda: None
         # Again each time, because modules may put another tensor in a buffer's place.
@@ -487,13 +520,15 @@ class FusedDDP(DistributedDataParallel):
             TypeError, ValueError: `hook` cannot be one.
             RuntimeError: there is a hook already, or a backward is under way.
         """
-        with self._logs_errors():
-            self.reducer.set_comm_hook(CommHook(state, hook))
+        self._log_errors_of(lambda: self.reducer.set_comm_hook(CommHook(state, hook)))
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        with self._logs_errors():
-            self.reducer.set_comm_hook(builtin_comm_hook(comm_hook_type, self.process_group))
+        self._log_errors_of(
+            lambda: self.reducer.set_comm_hook(
+                builtin_comm_hook(comm_hook_type, self.process_group)
+            )
+        )
 
     def join_hook(self, **kwargs: Any) -> MirrorSteps:
         """What `join` calls on a rank that ran out of data.
@@ -524,8 +559,7 @@ class FusedDDP(DistributedDataParallel):
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
-        with self._logs_errors():
-            self.reducer.rounds.set_static_graph()
+        self._log_errors_of(self.reducer.rounds.set_static_graph)
         self.static_graph = True
 
     def _set_sparse_metadata(self, global_unique_ids: Mapping[str, Tensor]) -> None:
@@ -534,10 +568,9 @@ class FusedDDP(DistributedDataParallel):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return collect(self)
 
-    @contextlib.contextmanager
-    def _logs_errors(self) -> Iterator[None]:
+    def _log_errors_of(self, function: Callable[[], None]) -> None:
         try:
-            yield
+            function()
         except Exception as error:
             self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
             raise
@@ -571,6 +604,8 @@ class FusedDDP(DistributedDataParallel):
         ):
             state.pop(name, None)
         state["_lazy_init_ran"] = False
+        state["_comm_hooks"] = []  # their state belongs to the original
+        state["require_backward_grad_sync"] = True  # a copy made under no_sync would never sync
         state["_options"] = self.reducer.rounds.options
         return state
 
@@ -585,7 +620,16 @@ class FusedDDP(DistributedDataParallel):
         self._build_reducer(options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedDDP:
-        """A copy over the same process group; its module is copied, gradients are not."""
+        """A copy over the same process group; its module is copied.
+
+        Gradients are not, nor are communication hooks, which is logged: their state may belong to
+        the gradients of the original.
+        """
+        if self.reducer.rounds.comm_hook is not None:
+            logger.warning(
+                "The copy of a FusedDDP has no communication hook: call register_comm_hook on it "
+                "to reduce by one."
+            )
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         with self._precision.restored() if self._precision else contextlib.nullcontext():
@@ -654,6 +698,17 @@ for _name in (
     setattr(FusedDDP, _name, _not_supported(_name))
 
 
+def _make_requires_sync(wrapper: FusedDDP) -> Callable[[], bool]:
+    reference = weakref.ref(wrapper)
+
+    def requires_sync() -> bool:
+        alive = reference()
+        # Its reducer may outlive it in the traceback of an error that somebody holds.
+        return alive is not None and alive.require_backward_grad_sync
+
+    return requires_sync
+
+
 def _weakly(wrapper: FusedDDP, method: Callable[Concatenate[FusedDDP, _P], _T]) -> Callable[_P, _T]:
     """`method` of `wrapper` without a reference cycle: it dies, with hooks and buckets, at once."""
     reference = weakref.ref(wrapper)
@@ -664,6 +719,20 @@ def _weakly(wrapper: FusedDDP, method: Callable[Concatenate[FusedDDP, _P], _T]) 
         return method(alive, *args, **kwargs)
 
     return call
+
+
+def _refuse_two_reducers(other: DistributedDataParallel, params: Sequence[Parameter]) -> None:
+    """Raises RuntimeError if another implementation reduces some of `params` too."""
+    if isinstance(other, FusedDDP):  # averaging an average changes nothing
+        return
+    theirs = {id(p) for p in other._module_parameters if p.requires_grad}
+    if not theirs.isdisjoint(map(id, params)):
+        raise RuntimeError(
+            "expected one reducer for each parameter, found a FusedDDP and torch's "
+            f"DistributedDataParallel around {type(other.module).__name__}, one inside of the "
+            "other. Each would overwrite the other's buckets: wrap both with fusedddp.wrap, or "
+            "leave one out."
+        )
 
 
 def _inside_backward() -> bool:

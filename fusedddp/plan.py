@@ -13,7 +13,7 @@ from fusedddp.capturing import is_capturing
 from fusedddp.collectives import Collective
 from fusedddp.comm_hooks import CommHook
 from fusedddp.config import Options
-from fusedddp.control import Control, ControlReading
+from fusedddp.control import Control, ControlReading, Part
 from fusedddp.layout import build_layout
 from fusedddp.one_shot import param_specs
 from fusedddp.sparse import build_bucket
@@ -178,7 +178,7 @@ class Plan:
         late: list[int],
         *,
         round_index: int,
-        is_skipped: bool,
+        part: Part,
         on_launched: Callable[[], Callable[[], None]],
     ) -> tuple[ControlReading | None, dict[int, Tensor | None]]:
         """Issues what is left of the round and hands the reduced gradients out.
@@ -189,12 +189,16 @@ class Plan:
             fired: one byte per parameter, 1 if it has a gradient here.
             late: parameters whose gradient came after theirs had been taken.
             round_index: number of rounds that this rank has issued before.
-            is_skipped: this rank means to contribute nothing.
+            part: how this rank takes part.
             on_launched: called once all buckets are launched; returns what is to be called after
                 they are waited for.
 
         Returns:
             What ranks told each other, if they did; the late contributions.
+
+        Raises:
+            RuntimeError: a collective failed, or the comm hook did on another rank.
+            Exception: what the comm hook raised here.
         """
         absent = [i for i, has_fired in enumerate(fired) if not has_fired] if 0 in fired else []
         kept: dict[int, Tensor | None] = {}
@@ -212,18 +216,24 @@ class Plan:
                 self.layout.checksum,
                 fired,
                 late,
-                is_skipped=is_skipped,
+                state=part,
+                has_failed=failure is not None,
             )
 
+        failure: Exception | None = None
         tells = not is_capturing()
         has_flag = tells and self.buckets[-1].layout.has_flag
         always_exchanges = (
             tells and not has_flag and (self.reads_freely or self._options.allows_unused)
         )
         if self._comm_hook is not None:
-            # Hooks issue collectives of their own, at a time of their own.
+            # Hooks issue collectives of their own, at a time of their own. One that fails here
+            # must not keep this rank from the exchange that the others are in.
             for bucket in self.buckets:
-                bucket.wait()
+                try:
+                    bucket.wait()
+                except Exception as error:
+                    failure = failure or error
         control = exchange() if always_exchanges else None
         finish_buffers = on_launched()
         contributions = {index: self._params[index].grad for index in late}
@@ -238,8 +248,20 @@ class Plan:
             control.wait()
             if self.reads_freely or absent or late:
                 reading = control.read()
+        if failure is not None:
+            finish_buffers()
+            try:
+                raise failure
+            finally:
+                del failure  # its traceback has this frame, which would keep the wrapper alive
+        if reading is not None and reading.num_failed:
+            finish_buffers()
+            raise RuntimeError(
+                f"the comm hook failed on {reading.num_failed} other ranks, so no rank has the "
+                "gradients of this backward; they are dropped. Those ranks say why."
+            )
         self.last_fired = fired
-        self._last_reading = reading and dataclasses.replace(reading, late=[])
+        self._last_reading = reading and dataclasses.replace(reading, late=[], num_abandoned=0)
         self._finish(kept, reading)
         finish_buffers()
         return reading, contributions
@@ -253,13 +275,18 @@ class Plan:
             bucket.hand_out(absent_slots.get(bucket, ()))
 
     def _finish(self, kept: dict[int, Tensor | None], reading: ControlReading | None) -> None:
-        """Fills the gradients. What no rank has a gradient for keeps the one it had, as does what
-        has been frozen here: a gradient of zeros would let an optimizer decay it.
+        """Fills the gradients. What no rank has a gradient for keeps the one it had.
+
+        Where ranks did not tell each other that goes for what has been frozen here: a gradient of
+        zeros would let an optimizer decay it.
         """
         restore: dict[Bucket, dict[int, Tensor | None]] = {}
         for index, gradient in kept.items():
-            is_unused = reading is not None and not reading.num_ranks[index]
-            if is_unused or not self._params[index].requires_grad:
+            if reading is not None:
+                keeps = not reading.num_ranks[index]
+            else:
+                keeps = not self._params[index].requires_grad
+            if keeps:
                 bucket, slot = self.places[index]
                 restore.setdefault(bucket, {})[slot] = gradient
         for bucket in self.buckets:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from fusedddp.control import Part
+
 
 class Agreement(NamedTuple):
     """What all ranks know after a recorded backward.
@@ -17,12 +19,14 @@ class Agreement(NamedTuple):
         fire_counts: how often each parameter fired, at most on any rank.
         is_whole: whether no rank's backward was ended by an exception, and any had one.
         num_expected: how many ranks meant to contribute.
+        num_abandoned: how many ranks had their backward ended by an exception.
     """
 
     order: list[int]
     fire_counts: list[int]
     is_whole: bool
     num_expected: int
+    num_abandoned: int
 
 
 class Recording:
@@ -51,8 +55,7 @@ class Recording:
         group: dist.ProcessGroup,
         device: torch.device,
         *,
-        was_abandoned: bool,
-        is_skipped: bool,
+        part: Part,
         has_comm_hook: bool,
     ) -> Agreement:
         """Exchanges what was recorded. Collective.
@@ -60,8 +63,7 @@ class Recording:
         Args:
             group: the process group.
             device: where its backend reduces.
-            was_abandoned: an exception ended the backward.
-            is_skipped: this rank means to contribute nothing.
+            part: how this rank takes part.
             has_comm_hook: a comm hook reduces on this rank.
 
         Raises:
@@ -69,19 +71,21 @@ class Recording:
         """
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         num_params = len(self._fire_counts)
-        skipped = [int(is_skipped and other == rank) for other in range(world_size)]
-        lowest = -rank if self._order and not was_abandoned else -world_size
+        is_whole = part is Part.WHOLE
+        left_out = [int(not is_whole and other == rank) for other in range(world_size)]
+        abandoned = [int(part is Part.ABANDONED and other == rank) for other in range(world_size)]
+        lowest = -rank if self._order and is_whole else -world_size
         mine = [
             *self._fire_counts,
-            *skipped,
+            *left_out,
+            *abandoned,
             lowest,
-            int(was_abandoned),
             int(has_comm_hook),
             int(not has_comm_hook),
         ]
         maxima = torch.tensor(mine, dtype=torch.int32, device=device)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        *totals, lowest, any_abandoned, any_hook, any_without = maxima.tolist()
+        *totals, lowest, any_hook, any_without = maxima.tolist()
         if any_hook and any_without:
             raise RuntimeError(
                 "expected the same comm hook on all ranks, found that some ranks have one and some "
@@ -92,9 +96,12 @@ class Recording:
         agreed = torch.tensor(order, dtype=torch.int32, device=device)
         source = -lowest if -lowest < world_size else 0
         dist.broadcast(agreed, group=group, group_src=source)
+        num_left_out = sum(totals[num_params : num_params + world_size])
+        num_abandoned = sum(totals[num_params + world_size :])
         return Agreement(
             agreed.tolist(),
             totals[:num_params],
-            -lowest < world_size and not any_abandoned,
-            world_size - sum(totals[num_params:]),
+            is_whole=-lowest < world_size and not num_abandoned,
+            num_expected=world_size - num_left_out,
+            num_abandoned=num_abandoned,
         )

@@ -20,6 +20,8 @@ from fusedddp.bucket import Bucket, Chunk
 from fusedddp.capturing import is_capturing
 from fusedddp.comm_hooks import CommHook
 from fusedddp.config import Options
+from fusedddp.control import Part
+from fusedddp.dynamo import refuse_compiled_autograd
 from fusedddp.hooks import ParamHooks
 from fusedddp.layout import Layout
 from fusedddp.mixed_precision import MixedPrecision
@@ -79,7 +81,8 @@ class Reducer:
     ) -> None:
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
-        self.device = self.params[0].device
+        self._first = next(param for _, param in (*trained, *frozen))
+        self.device = self._first.device
         self._frozen = [param for _, param in frozen]
         self._phase = Phase.IDLE
         self._requires_sync = requires_sync
@@ -94,8 +97,10 @@ class Reducer:
         self._fired = bytearray(len(self.params))
         self._fired_before = bytearray(len(self.params))
         self._notes_producers = any(param.device.type != "cpu" for param in self.params)
-        # What `.grad` was after a backward that was to be reduced and delivered nothing.
-        self._undelivered: list[Tensor | None] | None = None
+        # Whether `.grad` was None after a backward that was to be reduced and delivered nothing.
+        self._undelivered: list[bool] | None = None
+        # Whether the backward of the last forward is to be reduced; None if there is none to come.
+        self.pending_forward: bool | None = None
         # Whether this backward accumulates into leaves, which torch.autograd.grad does not.
         self._accumulates = False
         self._late: list[int] = []
@@ -262,7 +267,7 @@ class Reducer:
         usage = self.rounds.usage
         may_be_frozen, usage.has_frozen_since = usage.has_frozen_since, False
         return (
-            self.params[0].device != self.device
+            self._first.device != self.device
             or any([param.requires_grad for param in self._frozen])
             or (may_be_frozen and not all([param.requires_grad for param in self.params]))
         )
@@ -350,6 +355,7 @@ class Reducer:
         syncs = self._requires_sync() and sync
         if syncs and is_capturing():
             self.rounds.check_capturable()
+        refuse_compiled_autograd()
         self._start_backward_state()
         self._graph_task = torch._C._current_graph_task_id()
         if not syncs:
@@ -389,6 +395,7 @@ class Reducer:
             self._abandon()
             self.phase = Phase.IDLE
         self.note_delivery()
+        self.pending_forward = None
         self.rounds.usage.drop_lacking()
 
     # -- the end of a backward -------------------------------------------------------------------
@@ -400,15 +407,17 @@ class Reducer:
             if self.phase is Phase.LOCAL:
                 self._fired_before = _either(self._fired_before, self._fired)
                 self._hidden_forward_syncs = True  # what a forward under no_sync asked for is done
+                self.pending_forward = None
                 if 1 in self._fired:
                     self.note_delivery()
             elif 1 in self._fired or self._may_use_nothing():
-                self._complete_round()
+                self._complete_round(Part.WHOLE)
             else:
                 self.rounds.check_absent(range(len(self.params)))
-                self._undelivered = [param.grad for param in self.params]
+                self._undelivered = [param.grad is None for param in self.params]
         except BaseException:
             self._abandon()
+            self.rounds.usage.drop_lacking()  # the error has said what there is to say
             raise
         finally:
             self.phase = Phase.IDLE
@@ -439,8 +448,10 @@ class Reducer:
                         "torch.distributed.optim._apply_optimizer_in_backward."
                     )
         elif self._undelivered is not None:
-            for name, param, before in zip(self.names, self.params, self._undelivered, strict=True):
-                if param.grad is not before and param.grad is not None and id(param) in stepped:
+            # One that was there before had been reduced, and may have been clipped since.
+            was_none = self._undelivered
+            for name, param, was in zip(self.names, self.params, was_none, strict=True):
+                if was and param.grad is not None and id(param) in stepped:
                     raise RuntimeError(
                         f"expected the gradient of {name} to come from a backward that reduces it, "
                         "found one that was assigned after torch.autograd.grad, which reduces "
@@ -456,30 +467,39 @@ class Reducer:
 
     def skip_round(self) -> None:
         """Takes part in a round without contributing, and gets its gradients. Collective."""
+        if not self.params:
+            return
         if is_capturing():
             raise RuntimeError(
                 "expected no skip_backward while capturing, found one: a replay would skip each "
                 "time. Call it outside of what is captured."
             )
         if self.phase is not Phase.IDLE:
-            self._end_arrivals()
             logger.warning("The last backward ended in an exception; what it left is dropped.")
-            for index, fired in enumerate(_either(self._fired, self._fired_before)):
-                if fired:
-                    self.params[index].grad = None
-            self._fired = bytearray(len(self.params))
-            self._fired_before = bytearray(len(self.params))
-            self._late = []
-            self._recording = Recording(len(self.params))
+            self._drop_contributions()
         else:
             self._start_backward_state()
+        if self._precision is not None:
+            self._precision.restore()  # a forward may have lowered it
         try:
-            self._complete_round(is_skipped=True)
+            self._complete_round(Part.SKIPPED)
         except BaseException:
             self._abandon()
+            self.rounds.usage.drop_lacking()
             raise
         finally:
             self.phase = Phase.IDLE
+
+    def _drop_contributions(self) -> None:
+        """Drops what a backward that an exception ended has left in `.grad`, and forgets it."""
+        self._end_arrivals()
+        for index, fired in enumerate(_either(self._fired, self._fired_before)):
+            if fired:
+                self.params[index].grad = None
+        self._fired = bytearray(len(self.params))
+        self._fired_before = bytearray(len(self.params))
+        self._late = []
+        self._recording = Recording(len(self.params))
 
     def _complete_abandoned(self, keep: int | None = None) -> None:
         """Issues what is left of the round of a backward that an exception ended.
@@ -512,7 +532,7 @@ class Reducer:
         self._fired = bytearray(len(self.params))
         self._fired_before = bytearray(len(self.params))
         try:
-            self._complete_round(was_abandoned=phase is Phase.RECORDING)
+            self._complete_round(Part.ABANDONED)
             self.rounds.usage.drop_lacking()
         finally:
             self._abandon()
@@ -529,21 +549,18 @@ class Reducer:
         self._start_backward_state()
         self._fired_before = bytearray(len(self.params))
 
-    def _complete_round(self, *, was_abandoned: bool = False, is_skipped: bool = False) -> None:
+    def _complete_round(self, part: Part) -> None:
         if self._overtaken:
             assert self.plan is not None
             shared = {index for index in self._overtaken if self._hooks.is_shared(index)}
             self.plan.waits_for_end |= shared
             self._hooks.put_last(set(self._overtaken) - shared)
         if 0 in self._fired and 1 in self._fired_before:
-            self._fired = _either(self._fired, self._fired_before)
-        self.rounds.complete(
-            self._fired,
-            self._late,
-            self._recording,
-            was_abandoned=was_abandoned,
-            is_skipped=is_skipped,
-        )
+            for index, fired in enumerate(self._fired_before):
+                if fired and self.params[index].grad is not None:  # it may have been zeroed since
+                    self._fired[index] = 1
+        self.pending_forward = None
+        self.rounds.complete(self._fired, self._late, self._recording, part)
         self._fired_before = bytearray(len(self.params))
         self.note_delivery()
         self._on_reduced()

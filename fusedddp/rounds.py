@@ -18,11 +18,11 @@ from fusedddp.capturing import is_capturing
 from fusedddp.collectives import Collective
 from fusedddp.comm_hooks import CommHook
 from fusedddp.config import Options
-from fusedddp.control import ControlReading
+from fusedddp.control import ControlReading, Part
 from fusedddp.hooks import ParamHooks
 from fusedddp.one_shot import reduce_gradients
 from fusedddp.plan import Plan
-from fusedddp.recording import Recording
+from fusedddp.recording import Agreement, Recording
 from fusedddp.sparse import GradientLayouts, add_reduced
 from fusedddp.usage import Usage
 
@@ -108,8 +108,14 @@ class Rounds:
         self.plan = None
 
     def _choose_layouts(self) -> GradientLayouts:
-        sparse = self._sparse if self.comm_hook is None else ()
-        return GradientLayouts(self._names, self._params, sparse)
+        if self.comm_hook is not None:
+            reason = "A communication hook gets dense gradients only."
+            return GradientLayouts(self._names, self._params, (), reason)
+        reason = (
+            "Gradients are reduced sparse for the weights of nn.Embedding and nn.EmbeddingBag with "
+            "sparse=True at the time of wrapping, and dense for all others."
+        )
+        return GradientLayouts(self._names, self._params, self._sparse, reason)
 
     def set_static_graph(self) -> None:
         """Takes it that every backward uses the parameters of the first one.
@@ -156,9 +162,7 @@ class Rounds:
         fired: bytearray,
         late: list[int],
         recording: Recording,
-        *,
-        was_abandoned: bool,
-        is_skipped: bool,
+        part: Part,
     ) -> None:
         """Issues what is left of a round, and hands the reduced gradients out. Collective.
 
@@ -166,8 +170,7 @@ class Rounds:
             fired: one byte per parameter, 1 if it has a gradient here.
             late: parameters whose gradient came after theirs had been taken.
             recording: what was noted of the backward, if there was no plan.
-            was_abandoned: an exception ended that backward.
-            is_skipped: this rank means to contribute nothing.
+            part: how this rank takes part.
 
         Raises:
             RuntimeError: a gradient could not be reduced, or ranks disagree.
@@ -179,20 +182,17 @@ class Rounds:
             self.drop_plan(misfit)
             recording = Recording.of(fired)
         if self.plan is None:
-            self._first(fired, recording, was_abandoned=was_abandoned, is_skipped=is_skipped)
+            self._first(fired, recording, part)
         else:
-            self._planned(self.plan, fired, late, is_skipped=is_skipped)
+            self._planned(self.plan, fired, late, part)
         self.count += 1
 
-    def _first(
-        self, fired: bytearray, recording: Recording, *, was_abandoned: bool, is_skipped: bool
-    ) -> None:
+    def _first(self, fired: bytearray, recording: Recording, part: Part) -> None:
         """Reduces what the recorded backward left, and lays the buckets out for all later ones."""
         agreement = recording.agree(
             self.collective.group,
             self._params[0].device,
-            was_abandoned=was_abandoned,
-            is_skipped=is_skipped,
+            part=part,
             has_comm_hook=self.comm_hook is not None,
         )
         # A parameter of two wrappers is averaged by both, one after the other.
@@ -211,14 +211,14 @@ class Rounds:
             self.layouts.sparse,
         )
         if self.comm_hook is None:
-            self._reduce_at_once(fired, agreement.num_expected, is_skipped=is_skipped)
+            self._reduce_at_once(fired, agreement, part)
         else:  # it must see every gradient, in buckets
-            self._planned(plan, fired, [], is_skipped=is_skipped)
+            self._planned(plan, fired, [], part)
         if agreement.is_whole:
             self.plan = plan
             self._hooks.bind([chunk for _, chunk in plan.chunks])
 
-    def _reduce_at_once(self, fired: bytearray, num_expected: int, *, is_skipped: bool) -> None:
+    def _reduce_at_once(self, fired: bytearray, agreement: Agreement, part: Part) -> None:
         """Reduces in small pieces: all gradients are there, so a bucket comes on top of them."""
         finish_buffers = self._on_launched()
         dense = (p for i, p in enumerate(self._params) if i not in self.layouts.sparse)
@@ -234,16 +234,22 @@ class Rounds:
         )
         finish_buffers()
         num_ranks = [self.collective.world_size - count for count in num_lacking]
-        self.usage.note_round(fired, num_ranks, num_expected, is_skipped=is_skipped)
+        self.usage.note_round(
+            fired,
+            num_ranks,
+            agreement.num_expected,
+            part=part,
+            num_abandoned=agreement.num_abandoned,
+        )
 
-    def _planned(self, plan: Plan, fired: bytearray, late: list[int], *, is_skipped: bool) -> None:
+    def _planned(self, plan: Plan, fired: bytearray, late: list[int], part: Part) -> None:
         if is_capturing():
             self._check_like_last(plan, fired, late)
         reading, contributions = plan.complete_round(
             fired,
             late,
             round_index=self.count,
-            is_skipped=is_skipped,
+            part=part,
             on_launched=self._on_launched,
         )
         if contributions or reading is not None:
@@ -252,9 +258,10 @@ class Rounds:
             fired,
             None if reading is None else reading.num_ranks,
             self.collective.world_size if reading is None else reading.num_expected,
-            is_skipped=is_skipped,
+            part=part,
+            num_abandoned=0 if reading is None else reading.num_abandoned,
         )
-        if 0 in fired and not is_skipped:
+        if 0 in fired and part is Part.WHOLE:
             self.check_absent([i for i, has_fired in enumerate(fired) if not has_fired])
 
     def _settle_late(

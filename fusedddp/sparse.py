@@ -64,14 +64,20 @@ class GradientLayouts:
         names: of the parameters, for the announcement.
         params: all parameters of the reducer.
         sparse: indices of those that have a sparse bucket.
+        reason: why the others have dense ones, for the announcement.
     """
 
     def __init__(
-        self, names: Sequence[str], params: Sequence[Parameter], sparse: Collection[int]
+        self,
+        names: Sequence[str],
+        params: Sequence[Parameter],
+        sparse: Collection[int],
+        reason: str,
     ) -> None:
         self.sparse = frozenset(sparse)
         self._names = names
         self._params = params
+        self._reason = reason
         self._announced: set[int] = set()
 
     def conform(self, indices: Iterable[int]) -> None:
@@ -94,12 +100,12 @@ class GradientLayouts:
             return
         self._announced.add(index)
         logger.warning(
-            "%s has received a %s gradient, which is made %s before it is reduced. Gradients are "
-            "reduced sparse for the weights of nn.Embedding and nn.EmbeddingBag with sparse=True "
-            "at the time of wrapping, and dense for all others. This is said once.",
+            "%s has received a %s gradient, which is made %s before it is reduced. %s This is said "
+            "once.",
             self._names[index],
             found,
             made,
+            self._reason,
         )
 
 

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.nn import Parameter
 
 from fusedddp.config import Options
+from fusedddp.control import Part
 
 
 class Usage:
@@ -47,7 +48,10 @@ class Usage:
         # which it is once a forward follows.
         self._static_ranks = [0] * len(params)
         self._static_here = bytearray(len(params))
+        self._has_static = False
         self._is_settled = False
+        # Ranks of the last round whose backward was ended by an exception, if not all were.
+        self._num_abandoned = 0
         self._first: bytes | None = None
         self.has_varied = False
         self.has_frozen_since = False
@@ -66,7 +70,8 @@ class Usage:
         num_ranks: Sequence[int] | None,
         num_expected: int,
         *,
-        is_skipped: bool,
+        part: Part,
+        num_abandoned: int,
     ) -> None:
         """Remembers what a round brought.
 
@@ -74,12 +79,15 @@ class Usage:
             fired: one byte per parameter, 1 if it has received a gradient here.
             num_ranks: for each parameter on how many ranks it has; None if that was not exchanged.
             num_expected: how many ranks meant to contribute.
-            is_skipped: this rank did not.
+            part: how this rank took part.
+            num_abandoned: how many ranks had their backward ended by an exception.
 
         Raises:
             RuntimeError: the graph is static by promise, and uses a parameter that it did not use.
         """
-        if not is_skipped:
+        if 0 < num_abandoned < self._world_size:
+            self._num_abandoned = num_abandoned
+        if part is Part.WHOLE:
             self._first = self._first or bytes(fired)
             self.has_varied |= bytes(fired) != self._first
         if num_ranks is None and 0 not in fired and not self.options.static_graph:
@@ -89,14 +97,16 @@ class Usage:
             return
         everywhere = num_ranks or [num_expected if has_fired else 0 for has_fired in fired]
         self._num_ranks = list(everywhere)
-        if self.options.static_graph and not self._is_settled:
+        is_full = num_expected == self._world_size
+        if self.options.static_graph and not self._is_settled and is_full:
+            self._has_static = True
             self._static_ranks = [*map(max, self._static_ranks, everywhere)]
             self._static_here = bytearray(map(operator.or_, self._static_here, fired))
         lacking = [i for i, count in enumerate(everywhere) if count < num_expected]
         frozen = {i for i in lacking if not self._params[i].requires_grad}
         self.has_frozen_since |= bool(frozen)
         here, elsewhere = set(), set()
-        if not is_skipped and not self.options.find_unused_parameters:
+        if part is Part.WHOLE and not self.options.find_unused_parameters:
             due = self._due_ranks(num_expected)
             here = {i for i in lacking if not fired[i] and self._is_due(i)}
             elsewhere = {i for i in lacking if everywhere[i] < due[i]}
@@ -140,6 +150,7 @@ class Usage:
         self._lacking = None
         self._static_ranks = [0] * len(self._params)
         self._static_here = bytearray(len(self._params))
+        self._has_static = False
         self._is_settled = False
 
     def drop_lacking(self) -> None:
@@ -150,11 +161,22 @@ class Usage:
         """Called before a forward whose backward is to be reduced.
 
         Raises:
-            RuntimeError: the last reduction lacked gradients, and that is not allowed.
+            RuntimeError: the last reduction lacked gradients, and that is not allowed; or the last
+                backward ended in an exception on some ranks and not on all.
         """
+        num_abandoned, self._num_abandoned = self._num_abandoned, 0
+        if num_abandoned:
+            self._lacking = None
+            raise RuntimeError(
+                f"expected the last backward to run to its end on all ranks, found that an "
+                f"exception ended it on {num_abandoned} of {self._world_size}. Zeros were averaged "
+                "for what was missing; if an optimizer has stepped on that, replicas differ by "
+                "now. Catch the exception where it is raised, call model.skip_backward() there, "
+                "and step with the others; or load a checkpoint."
+            )
         if self._lacking is None:
             return
-        self._is_settled = True
+        self._is_settled = self._has_static
         here, elsewhere = self._lacking
         self._lacking = None
         if here or elsewhere:

@@ -365,3 +365,88 @@ def check_registration(rank: int) -> None:
 
 def test_registration(two_ranks: Ranks) -> None:
     two_ranks.run(check_registration)
+
+
+def check_one_rank_fails(rank: int, where: str) -> None:
+    """A hook that fails on one rank after its collective: all ranks raise, and can go on."""
+    model = mlp()
+    wrapped = fusedddp.wrap(model, bucket_cap_mb=1 / 256)
+    fails = [False]
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        bad = fails[0] and rank == 1 and bucket.index() == 0
+        if bad and where == "none":
+            work.wait()
+            return None
+        if bad and where == "raise":
+            work.wait()
+            raise ArithmeticError("on this rank")
+
+        def divide(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            if bad and where == "then":
+                raise ArithmeticError("on this rank")
+            return future.value()[0].div_(2)[: 3 if bad and where == "size" else None]
+
+        return work.get_future().then(divide)
+
+    wrapped.register_comm_hook(None, hook)
+    for step in range(5):
+        wrapped.zero_grad()
+        fails[0] = step in (0, 2)
+        loss = wrapped(batch(step, rank, (8, 20))).sum()
+        if fails[0]:
+            with pytest.raises((RuntimeError, ArithmeticError)) as raised:
+                loss.backward()
+            if rank == 0:
+                assert "the comm hook failed on 1 other ranks" in str(raised.value)
+            assert all(p.grad is None for p in model.parameters())
+        else:
+            loss.backward()
+            want = mean_of_ranks(model, lambda m, r, s=step: m(batch(s, r, (8, 20))).sum())
+            assert_gradients(wrapped, want)
+
+
+@pytest.mark.parametrize("where", ["then", "size", "none", "raise"])
+def test_a_hook_that_fails_on_one_rank_is_told_to_all(two_ranks: Ranks, where: str) -> None:
+    two_ranks.run(check_one_rank_fails, where)
+
+
+def check_wrapped_power_sgd(rank: int) -> None:
+    """A hook in a hook: what `gradients` views follows the buffer that was set."""
+    model = mlp()
+    wrapped = fusedddp.wrap(model)
+    state = powerSGD_hook.PowerSGDState(
+        None, 4, start_powerSGD_iter=2, min_compression_rate=0.1, use_error_feedback=True
+    )
+    hook = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
+    wrapped.register_comm_hook(state, hook)
+    for step in range(5):
+        wrapped.zero_grad()
+        wrapped(batch(step, rank, (8, 20))).square().mean().backward()
+        for name, p in model.named_parameters():
+            everywhere = [torch.empty_like(p.grad) for _ in range(2)]
+            dist.all_gather(everywhere, p.grad.contiguous())
+            assert torch.equal(*everywhere), name
+            assert p.grad.any(), name
+
+
+def test_fp16_around_power_sgd(two_ranks: Ranks) -> None:
+    two_ranks.run(check_wrapped_power_sgd)
+
+
+def check_copy(rank: int) -> None:
+    wrapped = fusedddp.wrap(mlp())
+    wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
+    with wrapped.no_sync():
+        twin = copy.deepcopy(wrapped)
+    assert twin._comm_hooks == [] and twin.require_backward_grad_sync
+    for step in range(2):
+        twin.zero_grad()
+        twin(batch(step, rank, (8, 20))).sum().backward()
+        want = mean_of_ranks(twin.module, lambda m, r, s=step: m(batch(s, r, (8, 20))).sum())
+        assert_gradients(twin, want)
+
+
+def test_a_copy_has_no_hook(two_ranks: Ranks) -> None:
+    two_ranks.run(check_copy)

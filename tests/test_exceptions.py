@@ -117,11 +117,12 @@ def test_an_exception_in_backward_then_a_backward_without_a_forward(
     two_ranks.run(check_exception_without_a_forward, laid_out, views)
 
 
-def check_exception_on_one_rank(rank: int) -> None:
+def check_exception_on_one_rank(rank: int, first: bool, find_unused: bool) -> None:
     """Rank 0 fails in the middle; rank 1 gets its own half of the mean, and nobody waits."""
     model = Explosive()
-    wrapped = fusedddp.wrap(model, bucket_cap_mb=1 / 2**18)
-    wrapped(batch(0, rank, (5, 4))).backward()
+    wrapped = fusedddp.wrap(model, bucket_cap_mb=1 / 2**18, find_unused_parameters=find_unused)
+    if not first:
+        wrapped(batch(0, rank, (5, 4))).backward()
     wrapped.zero_grad()
     Bomb.armed = rank == 0
     try:
@@ -130,17 +131,20 @@ def check_exception_on_one_rank(rank: int) -> None:
     except ArithmeticError:
         assert rank == 0
     Bomb.armed = False
-    # Rank 1 learns at its next forward that rank 0 had no gradient for some parameters.
+    # Both learn at their next forward that only rank 1 has stepped on a mean.
     wrapped.zero_grad()
-    if rank == 1:
-        with pytest.raises(RuntimeError, match="did not receive grad on other ranks"):
-            wrapped(batch(2, rank, (5, 4)))
+    with pytest.raises(RuntimeError, match="an exception ended it on 1 of 2"):
+        wrapped(batch(2, rank, (5, 4)))
     wrapped(batch(2, rank, (5, 4))).backward()
     assert_gradients(wrapped, mean_of_ranks(model, lambda m, r: m(batch(2, r, (5, 4)))))
 
 
-def test_an_exception_on_one_rank_hangs_nobody(two_ranks: Ranks) -> None:
-    two_ranks.run(check_exception_on_one_rank)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("find_unused", [False, True], ids=["strict", "unused"])
+def test_an_exception_on_one_rank_is_told_to_all(
+    two_ranks: Ranks, first: bool, find_unused: bool
+) -> None:
+    two_ranks.run(check_exception_on_one_rank, first, find_unused)
 
 
 def check_failure_in_flight(rank: int) -> None:

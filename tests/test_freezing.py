@@ -11,7 +11,7 @@ from torch import nn
 
 import fusedddp
 from tests.expected import assert_gradients, both_views, mean_of_ranks
-from tests.models import batch, gradients, mlp
+from tests.models import Branches, batch, gradients, mlp
 from tests.ranks import Ranks
 
 
@@ -243,3 +243,61 @@ def check_group(rank: int) -> None:
 def test_another_process_group(two_ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         two_ranks.run(check_group)
+
+
+def check_frozen_after_accumulation(rank: int, zeroed: bool) -> None:
+    """What was accumulated before freezing is averaged on all ranks, or zeroed on all."""
+    model = Branches(3)
+    wrapped = fusedddp.wrap(model, find_unused_parameters=True)
+    x = torch.full((3,), float(rank + 1))
+    wrapped(x, [0, 1, 2]).backward()
+    wrapped.zero_grad()
+    with wrapped.no_sync():
+        wrapped(x, [0, 1] if rank == 0 else [0]).backward()
+    if zeroed:
+        wrapped.zero_grad()
+    model.w[1].requires_grad_(False)
+    wrapped(x, [0]).backward()
+    if zeroed:
+        assert model.w[1].grad is None  # not zeros, which a weight decay would act on
+    else:
+        assert torch.equal(model.w[1].grad, torch.full((3,), 0.5))
+
+
+@pytest.mark.parametrize("zeroed", [False, True], ids=["kept", "zeroed"])
+def test_freezing_after_accumulation(two_ranks: Ranks, zeroed: bool) -> None:
+    two_ranks.run(check_frozen_after_accumulation, zeroed)
+
+
+def check_replaced_module(rank: int, keywords: dict[str, bool]) -> None:
+    model = nn.Sequential(nn.Linear(20, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 2)))
+    wrapped = fusedddp.wrap(model, **keywords)
+    step_and_check(wrapped, rank, 0)
+    model[1][1] = nn.Linear(6, 2)  # another head
+    for step in range(2):
+        wrapped.zero_grad()
+        with pytest.raises(RuntimeError, match=r"found another one as 1\.1\.weight"):
+            wrapped(batch(1 + step, rank, (8, 20))).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "keywords", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
+)
+def test_a_replaced_submodule_is_named(two_ranks: Ranks, keywords: dict[str, bool]) -> None:
+    two_ranks.run(check_replaced_module, keywords)
+
+
+def check_copy_of_frozen(rank: int) -> None:
+    model = mlp()
+    wrapped = fusedddp.wrap(model)
+    step_and_check(wrapped, rank, 0)
+    model.requires_grad_(False)
+    twin = copy.deepcopy(wrapped)
+    assert torch.equal(twin(batch(0, 0, (8, 20))), wrapped(batch(0, 0, (8, 20))))
+    twin.requires_grad_(True)
+    for step in range(2):
+        step_and_check(twin, rank, step)
+
+
+def test_a_copy_of_a_frozen_wrapper(two_ranks: Ranks) -> None:
+    two_ranks.run(check_copy_of_frozen)

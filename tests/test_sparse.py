@@ -398,7 +398,6 @@ def test_late_contributions(two_ranks: Ranks, views: bool, ties: bool) -> None:
 
 def check_exception(rank: int, good_before: int, dense: bool) -> None:
     model = Words(dense=dense)
-    # Rank 1 must not be told of what rank 0 lacks.
     wrapped = fusedddp.wrap(model, bucket_cap_mb=1 / 2**18, find_unused_parameters=True)
 
     def good_step(step: int) -> None:
@@ -416,6 +415,8 @@ def check_exception(rank: int, good_before: int, dense: bool) -> None:
         assert rank == 0
     finally:
         Bomb.armed = False
+    with pytest.raises(RuntimeError, match="an exception ended it on 1 of 2"):
+        wrapped(words(5, rank))
     for step in range(6, 9):
         good_step(step)
 

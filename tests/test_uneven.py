@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import fusedddp
 from tests.expected import assert_gradients, both_views, mean_of_ranks
@@ -308,3 +309,151 @@ def check_nothing_used(rank: int, views: bool) -> None:
 @both_views
 def test_a_rank_that_uses_no_parameter_at_all(two_ranks: Ranks, views: bool) -> None:
     two_ranks.run(check_nothing_used, views)
+
+
+class Fragile(nn.Module):
+    """Has buffers, and a forward that raises for a batch of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.any():
+            raise ArithmeticError("a batch of zeros")
+        return self.layers(x)
+
+
+def check_skip_after_failed_forward(rank: int, bad_step: int) -> None:
+    model = Fragile()
+    wrapped = fusedddp.wrap(model)
+    for step in range(4):
+        wrapped.zero_grad()
+        x = batch(step, rank, (8, 20)) * (0 if rank == 1 and step == bad_step else 1)
+        try:
+            wrapped(x).sum().backward()
+        except ArithmeticError:
+            wrapped.skip_backward()
+        for tensor in (model.layers[1].running_mean, model.layers[0].weight.grad):
+            everywhere = [torch.empty_like(tensor) for _ in range(2)]
+            dist.all_gather(everywhere, tensor)
+            assert torch.equal(*everywhere)
+
+
+@pytest.mark.parametrize("bad_step", [0, 2])
+def test_a_failed_forward_of_a_module_with_buffers_is_skipped(
+    two_ranks: Ranks, bad_step: int
+) -> None:
+    two_ranks.run(check_skip_after_failed_forward, bad_step)
+
+
+def check_skip_static(rank: int, how: str) -> None:
+    """A round without a contribution says nothing of what a static graph uses."""
+    model = mlp()
+    wrapped = fusedddp.wrap(model, static_graph=True)
+    if how == "join":
+        with wrapped.join():
+            for step in range((0, 3)[rank]):
+                wrapped.zero_grad()
+                wrapped(batch(step, rank, (8, 20))).sum().backward()
+    elif how == "all" or rank == 1:
+        wrapped.skip_backward()
+    else:
+        wrapped(batch(9, rank, (8, 20))).sum().backward()
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(batch(step, rank, (8, 20))).sum().backward()
+        want = mean_of_ranks(model, lambda m, r, s=step: m(batch(s, r, (8, 20))).sum())
+        assert_gradients(wrapped, want)
+
+
+@pytest.mark.parametrize("how", ["one", "all", "join"])
+def test_a_static_graph_whose_first_round_was_skipped(two_ranks: Ranks, how: str) -> None:
+    two_ranks.run(check_skip_static, how)
+
+
+def check_skip_mixed_precision(rank: int, first: bool, views: bool) -> None:
+    model = mlp()
+    config = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrapped = fusedddp.wrap(model, mixed_precision=config, gradient_as_bucket_view=views)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = wrapped(batch(step, rank, (8, 20))).float().square().mean()
+        if rank == 1 and step == (0 if first else 2):
+            wrapped.skip_backward()
+        else:
+            loss.backward()
+        optimizer.step()
+        for name, p in model.named_parameters():
+            assert p.dtype == p.grad.dtype == torch.float32, name
+            for tensor in (p.detach(), p.grad):
+                everywhere = [torch.empty_like(tensor) for _ in range(2)]
+                dist.all_gather(everywhere, tensor.contiguous())
+                assert torch.equal(*everywhere), name
+
+
+@both_views
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+def test_skipping_restores_full_precision(two_ranks: Ranks, first: bool, views: bool) -> None:
+    two_ranks.run(check_skip_mixed_precision, first, views)
+
+
+def check_skip_at_wrong_times(rank: int) -> None:
+    model = mlp()
+    wrapped = fusedddp.wrap(model)
+    # A forward under no_sync whose backward is left out: nothing to take part in.
+    with wrapped.no_sync():
+        loss = wrapped(batch(0, rank, (8, 20))).sum()
+    if rank == 0:
+        loss.backward()
+    else:
+        wrapped.skip_backward()
+    wrapped.zero_grad()
+
+    def skip(_: Tensor) -> None:
+        with pytest.raises(RuntimeError, match=r"found skip_backward\(\) inside of one"):
+            wrapped.skip_backward()
+
+    output = wrapped(batch(1, rank, (8, 20)))
+    output.register_hook(skip)
+    output.sum().backward()
+    assert_gradients(wrapped, mean_of_ranks(model, lambda m, r: m(batch(1, r, (8, 20))).sum()))
+
+
+def test_skipping_at_wrong_times(two_ranks: Ranks) -> None:
+    two_ranks.run(check_skip_at_wrong_times)
+
+
+def check_skip_after_unfreezing(rank: int, joins: bool) -> None:
+    """A rank that runs no forward lays its buckets out anew together with the others."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    wrapped = fusedddp.wrap(model)
+    wrapped(batch(0, rank, (8, 20))).sum().backward()
+    model[0].requires_grad_(True)
+    wrapped.zero_grad()
+    if joins:
+        with wrapped.join(divide_by_initial_world_size=False):
+            for step in range((0, 2)[rank]):
+                wrapped.zero_grad()
+                wrapped(batch(step, rank, (8, 20))).sum().backward()
+                alone = copy.deepcopy(model)
+                alone.zero_grad()
+                alone(batch(step, rank, (8, 20))).sum().backward()
+                assert_gradients(wrapped, gradients(alone))
+    elif rank == 1:
+        wrapped.skip_backward()
+    else:
+        wrapped(batch(1, rank, (8, 20))).sum().backward()
+    for step in range(2):
+        wrapped.zero_grad()
+        wrapped(batch(step, rank, (8, 20))).sum().backward()
+        want = mean_of_ranks(model, lambda m, r, s=step: m(batch(s, r, (8, 20))).sum())
+        assert_gradients(wrapped, want)
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["skip", "join"])
+def test_unfreezing_where_a_rank_runs_no_forward(two_ranks: Ranks, joins: bool) -> None:
+    two_ranks.run(check_skip_after_unfreezing, joins)

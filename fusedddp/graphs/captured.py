@@ -53,7 +53,7 @@ class CapturedStep:
         self._outputs = outputs
         self._exit = Exit(participants.params, participants.wrappers)
         self._wrappers = [
-            (w, w.reducer, w.reducer.accumulated, w.require_forward_param_sync, w._has_run_forward)
+            (w, w.reducer, w.reducer.accumulated, w.require_forward_param_sync)
             for w in participants.wrappers
         ]
         self._memory = bucket_memory(participants.wrappers)
@@ -68,11 +68,11 @@ class CapturedStep:
         self.entry.fill()
         self._backend.replay(self._graph)
         self._exit.restore()
-        for wrapper, reducer, accumulated, syncs_params, has_run_forward in self._wrappers:
+        for wrapper, reducer, accumulated, syncs_params in self._wrappers:
             reducer.accumulated = accumulated
             reducer.note_delivery()
+            reducer.pending_forward = None
             wrapper.require_forward_param_sync = syncs_params
-            wrapper._has_run_forward = has_run_forward
         return self._outputs.read()
 
     def drop(self) -> None:

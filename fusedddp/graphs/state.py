@@ -34,7 +34,7 @@ class Snapshot:
         self._gradients: list[tuple[Parameter, Tensor | None]] = []
         self._seen: set[int] = set()
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._wrappers: list[tuple[FusedDDP, bytes, bool, bool]] = []
+        self._wrappers: list[tuple[FusedDDP, bytes, bool, bool | None]] = []
         self._optimizers: list[_OptimizerState] = []
         self._scaler = participants.scaler
         self._devices = devices
@@ -64,7 +64,7 @@ class Snapshot:
                         module,
                         module.reducer.accumulated,
                         module.require_forward_param_sync,
-                        module._has_run_forward,
+                        module.reducer.pending_forward,
                     )
                 )
         for param in root.parameters():
@@ -106,11 +106,11 @@ class Snapshot:
         for state in self._optimizers:
             state.restore()
         self._restore_scaler()
-        for wrapper, accumulated, syncs_params, has_run_forward in self._wrappers:
+        for wrapper, accumulated, syncs_params, pending_forward in self._wrappers:
             if len(wrapper.reducer.params) == len(accumulated):
                 wrapper.reducer.accumulated = accumulated
             wrapper.require_forward_param_sync = syncs_params
-            wrapper._has_run_forward = has_run_forward
+            wrapper.reducer.pending_forward = pending_forward
         cpu, others, python = self._random
         torch.set_rng_state(cpu)
         for device, state_ in zip(self._devices, others, strict=True):
