@@ -15,38 +15,54 @@ _STDLIB = {str(Path(sysconfig.get_paths()[key])) for key in ("stdlib", "platstdl
 _OURS = {str(Path(__file__).parent.parent)}
 _TORCH = {str(Path(torch.__file__).parent)}
 
-# What is found in the message or in the line, what that does, and what to do instead.
-_ADVICE = (
+# What is found in torch's message, or in the line; what that does, and what to do instead.
+_ADVICE: tuple[tuple[tuple[str, ...], tuple[str, ...], str, str], ...] = (
     (
-        ("nonzero", "masked_select", "unique", "repeat_interleave", "bincount", "::index"),
-        "gives a tensor whose size depends on values, which the host has to read",
-        "Use a size that does not depend on values: torch.where, a mask that is multiplied with.",
+        ("capturable",),
+        (),
+        "steps with an optimizer that is not made for graphs",
+        "Make it with capturable=True.",
     ),
     (
+        ("::nonzero", "::masked_select", "::_unique2", "::index"),
+        ("nonzero(", "masked_select(", "unique(", "bincount(", "torch.where(mask)"),
+        "makes a tensor whose size depends on values, which the host has to read",
+        "Use a size that does not depend on values: torch.where, or multiply with a mask.",
+    ),
+    (
+        (),
         ("print(",),
         "prints a tensor, whose values the host has to read",
         "Return the tensor from the step and print it after the call.",
     ),
     (
-        ("_local_scalar_dense", ".item(", ".tolist(", "float(", "int(", "bool(", "if ", "while "),
+        ("::_local_scalar_dense",),
+        (".item(", ".tolist(", "float(", "int(", "bool(", "if ", "while "),
         "reads a value on the host, which waits for the device",
-        "Keep the value in a tensor (torch.where, clamp) or return it and read it after the call.",
+        "Keep the value in a tensor (torch.where, clamp), or return it and read it after the call.",
     ),
     (
+        (),
         (".cpu(", ".numpy(", "to('cpu", 'to("cpu'),
         "copies to the host and waits for it",
         "Return the tensor from the step and copy it after the call.",
     ),
     (
-        ("torch.tensor(", "as_tensor(", ".cuda(", ".to(", "from_numpy"),
+        (),
+        ("torch.tensor(", "as_tensor(", ".cuda(", ".to(", "from_numpy("),
         "copies from memory of the host that is not pinned",
         "Make the tensor before the step, on the device, and pass it as an argument.",
     ),
     (
-        ("synchronize", "wait_stream", "Event"),
-        "waits on the host, or on work that is not part of the capture",
+        (),
+        ("synchronize(", "wait_stream(", "Event("),
+        "waits on the host, or for work that is not part of the capture",
         "Leave it out of the step.",
     ),
+)
+_OTHERWISE = (
+    "does what no graph can hold (it waits for the device, reads on the host, or copies from it)",
+    "Leave it out of the step, or train without a graph.",
 )
 
 
@@ -72,10 +88,10 @@ def translate(error: BaseException) -> BaseException:
     what, advice = next(
         (
             (what, advice)
-            for marks, what, advice in _ADVICE
-            if any(mark in text or mark in code for mark in marks)
+            for in_text, in_code, what, advice in _ADVICE
+            if any(mark in text for mark in in_text) or any(mark in code for mark in in_code)
         ),
-        ("cannot be captured", "Leave it out of the step, or train without a graph."),
+        _OTHERWISE,
     )
     return RuntimeError(
         f"expected a step that can be captured into a graph, found that {where} {what}. {advice} "

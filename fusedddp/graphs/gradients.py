@@ -29,12 +29,12 @@ class Entry:
 
     Args:
         params: all parameters.
-        dropped: positions of those whose gradient the step replaces without looking at it.
+        dropped: the `id` of those whose gradient the step replaces without looking at it.
     """
 
     def __init__(self, params: Sequence[Parameter], dropped: set[int]) -> None:
-        self._params = [p for i, p in enumerate(params) if i not in dropped]
-        self._positions = [i for i in range(len(params)) if i not in dropped]
+        self._positions = [i for i, param in enumerate(params) if id(param) not in dropped]
+        self._params = [params[i] for i in self._positions]
         self._tensors = [param.grad for param in self._params]
         self._pattern = bytes([tensor is not None for tensor in self._tensors])
 
@@ -92,7 +92,7 @@ def find_dropped(params: Sequence[Parameter], run: Any) -> set[int]:
         run: called once.
 
     Returns:
-        Positions in `params`.
+        The `id` of their parameters.
     """
     probes: dict[int, Tensor] = {}
     for index, param in enumerate(params):
@@ -103,7 +103,7 @@ def find_dropped(params: Sequence[Parameter], run: Any) -> set[int]:
     with watch:
         run()
     return {
-        index
+        id(params[index])
         for index, probe in probes.items()
         if id(probe) not in watch.seen
         and probe._version == versions[index]

@@ -26,10 +26,10 @@ class Snapshot:
 
     Args:
         participants: what is known before the first step.
-        devices: accelerators whose random numbers are kept.
+        device_type: where the step trains; random numbers of the current device there are kept.
     """
 
-    def __init__(self, participants: Participants, devices: list[torch.device]) -> None:
+    def __init__(self, participants: Participants, device_type: str) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._gradients: list[tuple[Parameter, Tensor | None]] = []
         self._seen: set[int] = set()
@@ -37,10 +37,10 @@ class Snapshot:
         self._wrappers: list[tuple[FusedDDP, bytes, bool, bool | None]] = []
         self._optimizers: list[_OptimizerState] = []
         self._scaler = participants.scaler
-        self._devices = devices
+        self._device_module = None if device_type == "cpu" else torch.get_device_module(device_type)
         self._random = (
             torch.get_rng_state(),
-            [torch.get_device_module(device).get_rng_state(device) for device in devices],
+            self._device_module and self._device_module.get_rng_state(),
             random.getstate(),
         )
         for root in participants.roots:
@@ -111,10 +111,10 @@ class Snapshot:
                 wrapper.reducer.accumulated = accumulated
             wrapper.require_forward_param_sync = syncs_params
             wrapper.reducer.pending_forward = pending_forward
-        cpu, others, python = self._random
+        cpu, device, python = self._random
         torch.set_rng_state(cpu)
-        for device, state_ in zip(self._devices, others, strict=True):
-            torch.get_device_module(device).set_rng_state(state_, device)
+        if self._device_module is not None:
+            self._device_module.set_rng_state(device)
         random.setstate(python)
 
     def _restore_scaler(self) -> None:

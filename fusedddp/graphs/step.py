@@ -207,8 +207,7 @@ class GraphedStep:
             fill(placeholders, inputs.tensors)
             run()
 
-        devices = {t.device for t in [*inputs.tensors, *world.params] if t.device.type != "cpu"}
-        snapshot = Snapshot(world, sorted(devices, key=str))
+        snapshot = Snapshot(world, self._device_type)
         dropped = self._warm_up(refill_and_run, snapshot)
         if not agreed:
             agreement.agree_to_capture(world)
@@ -217,8 +216,8 @@ class GraphedStep:
             self._refuse_device(elsewhere)
             return None
         fill(placeholders, inputs.tensors)
-        key = self._key(inputs)
         world.refresh()
+        key = self._key(inputs)
         bindings = Bindings(world)
         entry = Entry(world.params, dropped)
         captured: CapturedStep | None = None
