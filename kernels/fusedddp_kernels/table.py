@@ -124,6 +124,7 @@ class CopyTable:
         if self._is_capturing():
             return self._uploader.capture(values, self.device)
         self._uploader.follow_stream(self.device)
+        self._uploader.set_aside()
         if values != self._values:
             self._uploader.upload(values, self._addresses)
             self._values = values
@@ -165,9 +166,12 @@ class _Uploader:
             current.wait_stream(self._stream)
         self._stream = current
 
-    def upload(self, values: list[int], addresses: Tensor) -> None:
+    def set_aside(self) -> None:
+        """Allocates the memory for captures anew that earlier ones have taken."""
         while len(self._spares) < _NUM_SPARES:
             self._spares.append(_pinned(self._numel))
+
+    def upload(self, values: list[int], addresses: Tensor) -> None:
         stage, is_copied = self._stages[self._next]
         self._next = (self._next + 1) % _NUM_STAGES
         is_copied.synchronize()  # returns at once for an event that was never recorded
