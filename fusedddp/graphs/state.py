@@ -89,8 +89,15 @@ class Snapshot:
         if tensor is not None and id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = (tensor, tensor.detach().clone())
 
+    def restore_accumulated(self) -> None:
+        """Puts back which parameters have gradients that no round has reduced."""
+        for wrapper, accumulated, *_ in self._wrappers:
+            if len(wrapper.reducer.params) == len(accumulated):
+                wrapper.reducer.accumulated = accumulated
+
     def restore_gradients(self) -> None:
-        """Puts `.grad` of every parameter back."""
+        """Puts `.grad` of every parameter back, and what wrappers have noted of it."""
+        self.restore_accumulated()
         for param, gradient in self._gradients:
             param.grad = gradient
             if gradient is not None:
@@ -106,9 +113,7 @@ class Snapshot:
         for state in self._optimizers:
             state.restore()
         self._restore_scaler()
-        for wrapper, accumulated, syncs_params, pending_forward in self._wrappers:
-            if len(wrapper.reducer.params) == len(accumulated):
-                wrapper.reducer.accumulated = accumulated
+        for wrapper, _, syncs_params, pending_forward in self._wrappers:
             wrapper.require_forward_param_sync = syncs_params
             wrapper.reducer.pending_forward = pending_forward
         cpu, device, python = self._random

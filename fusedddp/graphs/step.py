@@ -260,8 +260,10 @@ class GraphedStep:
                 for _ in range(self._warmup):
                     snapshot.restore_gradients()
                     rounds.run(run)
+                snapshot.restore_accumulated()
                 dropped = rounds.run(lambda: find_dropped(world.params, run))
                 while rounds.lack_steps():
+                    snapshot.restore_gradients()
                     rounds.run(run)
         finally:
             snapshot.restore()

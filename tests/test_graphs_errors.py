@@ -1,0 +1,185 @@
+"""Captures that fail say why, on every rank, and leave everything as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedddp
+from fusedddp.graphs.backend import BACKENDS
+from tests.graph_cases import batches, captures_on, check_same, training
+from tests.models import Branches
+from tests.ranks import Ranks
+
+_Run = Callable[..., None]
+
+
+@pytest.fixture
+def on_rank(one_rank: Ranks, device: str) -> _Run:
+    return lambda fn, *args: one_rank.run(fn, device, *args)
+
+
+def check_errors(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        case = training("dropout", device, group)
+        eager = training("dropout", device, group)
+        xs = batches(3, rank, device)
+        before = case.state()
+
+        def reads(x: Tensor) -> Tensor:
+            loss = case.step(x)
+            if loss.item() > 1e9:
+                raise ValueError
+            return loss
+
+        def selects(x: Tensor) -> Tensor:
+            return case.step(x[x[:, 0] > 0])
+
+        def in_forward(x: Tensor) -> Tensor:
+            out = case.model(x)
+            return out[out.isnan()].sum()
+
+        for step, text in (
+            (
+                reads,
+                r"test_graphs_errors.py:\d+: `if loss.item\(\) > 1e9:` reads a value on the host",
+            ),
+            (selects, r"`return case.step\(x\[x\[:, 0\] > 0\]\)`"),
+            (in_forward, r"`return out\[out.isnan\(\)\].sum\(\)`"),
+        ):
+            with pytest.raises(RuntimeError, match=text):
+                fusedddp.make_graphed_step(step, (xs[0],))
+            after = case.state()
+            check_same({k: after[k] for k in before}, before)
+        results = []
+        for training_step in (case.step, eager.step):  # and training goes on
+            torch.manual_seed(2)
+            results.append([training_step(x).tolist() for x in xs])
+        assert results[0] == results[1]
+        with fusedddp.make_graphed_step(case.step, (xs[0],)) as step:
+            torch.manual_seed(2)
+            found = step(xs[0]).tolist()
+            torch.manual_seed(2)
+            assert found == eager.step(xs[0]).tolist()
+
+
+def test_errors_in_a_capture_say_whose_line(on_rank: _Run) -> None:
+    on_rank(check_errors)
+
+
+def check_rank_fails(rank: int, when: str) -> None:
+    with captures_on("cpu"):
+        case = training("views", "cpu", None)
+        eager = training("views", "cpu", None)
+        xs = batches(4, rank, "cpu")
+        calls = 0
+
+        def step(x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            captures = calls == 4  # two steps of warm-up and the probe come first
+            if rank == 1 and when == "warm-up" and calls == 2:
+                raise ValueError("no data")
+            loss = case.model(x).square().mean()
+            if rank == 1 and when == "capture" and captures:
+                loss.item()
+            loss.backward()
+            if rank == 1 and when == "optimizer" and captures:
+                loss.item()
+            case.optimizer.step()
+            return loss
+
+        kind = ValueError if rank == 1 and when == "warm-up" else RuntimeError
+        text = "no data" if when == "warm-up" else r"loss.item\(\)"
+        if rank == 0:
+            text = "rank 1 failed, so no rank can go on. .*" + text
+        with pytest.raises(kind, match=text):
+            fusedddp.make_graphed_step(step, (xs[0],))
+        for x in xs:
+            assert case.step(x).tolist() == eager.step(x).tolist()
+        check_same(case.state(), eager.state())
+
+
+@pytest.mark.parametrize("when", ["warm-up", "capture", "optimizer"])
+def test_a_rank_that_fails_makes_all_fail(two_ranks: Ranks, when: str) -> None:
+    two_ranks.run(check_rank_fails, when)
+
+
+def check_disagreement(rank: int) -> None:
+    with captures_on("cpu"):
+        case = training("views", "cpu", None)
+        (x,) = batches(1, rank, "cpu")
+        case.model.train(rank == 0)
+        with pytest.raises(RuntimeError, match="expected the same steps to capture on all ranks"):
+            fusedddp.make_graphed_step(case.step, (x,), model=case.model)
+
+
+def test_ranks_agree_on_what_they_capture(two_ranks: Ranks) -> None:
+    two_ranks.run(check_disagreement)
+
+
+def check_used_set(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        model = fusedddp.wrap(
+            Branches().to(device), process_group=group, find_unused_parameters=True
+        )
+        x = torch.ones(3, device=device)
+        calls = 0
+
+        def changing(x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return step(x, [0, 1] if calls < 4 else [0])
+
+        def step(x: Tensor, which: list[int]) -> Tensor:
+            loss: Tensor = model(x, which)
+            loss.backward()
+            return loss
+
+        with pytest.raises(RuntimeError, match=r"a gradient of w.1 in only one of them"):
+            fusedddp.make_graphed_step(changing, (x,))
+        assert step(x, [0, 1, 2]).tolist() == 9
+
+
+def check_sparse(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        net = nn.EmbeddingBag(9, 3, sparse=True).to(device)
+        model = fusedddp.wrap(net, process_group=group)
+        rows = torch.tensor([[1, 2, 2]], device=device)
+
+        def step(rows: Tensor) -> None:
+            model(rows).sum().backward()
+
+        with pytest.raises(
+            RuntimeError, match=r"expected dense gradients while capturing, .*weight"
+        ):
+            fusedddp.make_graphed_step(step, (rows,))
+        step(rows)
+        assert model.module.weight.grad.is_sparse
+
+
+def test_sparse_gradients_cannot_be_captured(on_rank: _Run) -> None:
+    on_rank(check_sparse)
+
+
+def check_unfrozen(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        case = training("views", device, group)
+        (x,) = batches(1, rank, device)
+        backend = BACKENDS[device]()
+        for _ in range(2):
+            case.step(x)
+        case.model.module.spare.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="Run a step eagerly after freezing, unfreezing"):
+            backend.capture(lambda: case.step(x), None)
+
+
+def test_unfreezing_before_a_capture(on_rank: _Run) -> None:
+    on_rank(check_unfrozen)
+
+
+def test_parameters_that_are_used_must_not_change(on_rank: _Run) -> None:
+    on_rank(check_used_set)
