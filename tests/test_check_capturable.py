@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import random
 import re
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,6 +34,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedddp
 from fusedddp.capture_report import CaptureReport
 from fusedddp.capture_rules import OPTIMIZERS
+
+ROOT = Path(__file__).parent.parent
 
 
 def expected_of(step: Any, word: str) -> Counter[tuple[str, int]]:
@@ -726,3 +731,145 @@ def test_checks_do_not_nest(x: Tensor) -> None:
     with pytest.raises(RuntimeError, match="expected no other check to be running"):
         fusedddp.check_capturable(lambda: fusedddp.check_capturable(reads, x))
     check(reads, x)
+
+
+# -- the command line -----------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import torch
+import fusedddp
+
+weight = torch.nn.Parameter(torch.ones(3))
+
+def bad():
+    weight.sum().item()
+
+def fine():
+    weight.sum().backward()
+
+def make():
+    return lambda x, y: (x + y).sum().backward(), (weight, weight)
+
+def makes_too_much():
+    return fine, 1, 2
+
+def joins():
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = fusedddp.wrap(torch.nn.Linear(2, 2))
+    def step(x):
+        loss = model(x).sum()
+        loss.backward()
+        return loss.tolist()
+    return step, (torch.ones(1, 2),)
+
+def raises():
+    raise KeyError("the script's own")
+
+if __name__ == "__main__":
+    raise SystemExit("the main part ran")
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("check") / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes(script: Path) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """The command in processes of its own, started first so that they run beside other tests."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "fusedddp.check"]
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **path},
+        )
+        for name, arguments in {
+            "alone": [*command, f"{script}:bad"],
+            "torchrun": [*torchrun, *command, f"{script}:joins"],
+        }.items()
+    }
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+def test_command_line(script: Path, processes: dict[str, subprocess.Popen[str]]) -> None:
+    out, err = processes["alone"].communicate(timeout=100)
+    assert processes["alone"].returncode == 1, err
+    assert f"host-sync: {script}:9\n    weight.sum().item()\n" in out
+    assert err == ""
+
+
+def test_command_line_under_torchrun(
+    script: Path, processes: dict[str, subprocess.Popen[str]]
+) -> None:
+    out, err = processes["torchrun"].communicate(timeout=100)
+    assert processes["torchrun"].returncode == 1, err
+    for rank in (0, 1):
+        assert f"[rank {rank}] host-sync: {script}:27\n" in out, out
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "out", "err"),
+    [
+        ("fine", 0, "Nothing was found", ""),
+        ("make", 0, "Nothing was found", ""),
+        ("bad", 1, "1 finding", ""),
+        ("makes_too_much", 2, "", "expected makes_too_much() to return (step, args)"),
+        ("raises", 2, "", 'KeyError: "the script\'s own"'),
+    ],
+)
+def test_command(
+    script: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    status: int,
+    out: str,
+    err: str,
+) -> None:
+    from fusedddp import check as command
+
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert command.main([f"{script}:{name}"]) == status
+    printed = capsys.readouterr()
+    assert out in printed.out
+    assert err in printed.err
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("train.py", "expected script.py:function, found 'train.py'"),
+        ("nowhere.py:step", "found nothing at 'nowhere.py'"),
+        ("{script}:nothing", "expected a function 'nothing'"),
+        ("{script}:weight", "found a Parameter. Functions there: bad, fine, make"),
+    ],
+)
+def test_command_used_wrongly(
+    script: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    message: str,
+) -> None:
+    from fusedddp import check as command
+
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as error:
+        command.main([target.format(script=script)])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
