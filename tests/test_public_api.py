@@ -19,7 +19,13 @@ from tests.ranks import Ranks
 
 
 def test_exports() -> None:
-    assert fusedddp.__all__ == ["FusedDDP", "__version__", "all_reduce_gradients", "wrap"]
+    assert fusedddp.__all__ == [
+        "FusedDDP",
+        "__version__",
+        "all_reduce_gradients",
+        "check_capturable",
+        "wrap",
+    ]
     assert fusedddp.__version__ == version("fusedddp")
 
 
