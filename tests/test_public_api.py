@@ -23,6 +23,7 @@ def test_exports() -> None:
         "FusedDDP",
         "__version__",
         "all_reduce_gradients",
+        "check_capturable",
         "make_graphed_step",
         "wrap",
     ]
