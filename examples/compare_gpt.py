@@ -21,9 +21,10 @@ import checkpoint
 import torch
 import torch.distributed as dist
 import tqdm
+from gpt_settings import SYNCS, Settings
 from process_group import process_group
 from text import Text, load_text
-from train_gpt import SYNCS, Settings, Trainer
+from train_gpt import Trainer
 
 UNCOUNTED = 5  # first steps: buckets are laid out, memory is faulted in
 

@@ -6,7 +6,8 @@ Meant to be copied from: data without overlap between ranks, warm-up and cosine 
 clipping, mixed precision, held-out loss, checkpoints that resume exactly. `--sync` chooses what
 keeps replicas in step: `torch` (DistributedDataParallel), `fused` (fusedddp.wrap), `manual`
 (fusedddp.all_reduce_gradients) or `none`. On two ranks the first three give the same losses, bit
-for bit. Runs on CPUs with gloo and, with a GPU for each rank, on GPUs with NCCL.
+for bit. `--graph` replays the steps of `fused` as CUDA graphs (graphed.py, docs/cuda_graphs.md).
+Runs on CPUs with gloo and, with a GPU for each rank, on GPUs with NCCL.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import statistics
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 import tqdm
 from gpt import GPT, GPTConfig
+from gpt_settings import Settings, parse_arguments
+from graphed import GraphedMicroSteps, load_optimizer, make_optimizer
 from process_group import process_group
 from text import CHARACTERS, Text, decode, encode, load_text
 from torch import Tensor
@@ -37,39 +39,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedddp
 
-SYNCS = ("torch", "fused", "manual", "none")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides the losses. A checkpoint is resumed only with the same ones."""
-
-    steps: int = 200
-    batch: int = 16  # sequences of an optimizer step, over all ranks and micro-batches
-    accumulate: int = 2  # micro-batches of a step; only the last one is synchronised
-    lr: float = 3e-3
-    warmup: int = 20  # steps in which the learning rate rises
-    weight_decay: float = 0.1
-    clip: float = 1.0  # largest norm of the gradient
-    dtype: str = "fp32"  # or bf16: autocast, parameters and gradients stay fp32
-    seed: int = 0
-    context: int = 64
-    layers: int = 2
-    heads: int = 4
-    width: int = 64
-    dropout: float = 0.1
-
-    def lr_factor(self, step: int) -> float:
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        share = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return 0.5 + 0.5 * math.cos(math.pi * share)
-
 
 class Trainer:
     """Model, optimizer, schedule, share of the data. ValueError: a batch that cannot be shared."""
 
-    def __init__(self, settings: Settings, text: Text, sync: str, device: str = "cpu") -> None:
+    def __init__(
+        self, settings: Settings, text: Text, sync: str, device: str = "cpu", graph: bool = False
+    ) -> None:
         ranks = dist.get_world_size()
         if settings.batch % (ranks * settings.accumulate):
             raise ValueError(
@@ -90,11 +66,14 @@ class Trainer:
             self.model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
         elif sync == "fused":
             self.model = fusedddp.wrap(self.module)
-        self.optimizer = torch.optim.AdamW(
-            self.module.parameters(), lr=settings.lr, weight_decay=settings.weight_decay
+        self.optimizer = make_optimizer(
+            self.module.parameters(), settings.lr, settings.weight_decay, device
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, settings.lr_factor)
-        self.local_backward_ms = self._measure_local_backward()
+        self.graphed: GraphedMicroSteps | None = None
+        if graph:
+            self.graphed = GraphedMicroSteps(self._micro_step, self.model, self.optimizer)
+        self.local_backward_ms = math.nan if graph else self._measure_local_backward()
 
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's inputs and targets: one permutation an epoch, dealt out without overlap."""
@@ -135,25 +114,41 @@ class Trainer:
         self.optimizer.zero_grad()
         return statistics.median(times)
 
+    def _update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.settings.clip)
+        self.optimizer.step()
+
+    def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool) -> Tensor:
+        """What graphs hold: `_backward` without a look at values and clocks, and `_update`."""
+        loss = self._loss(self.model, inputs, targets) / self.settings.accumulate
+        loss.backward()
+        if last:
+            self._update()
+        return loss
+
     def step(self) -> tuple[float, float, float]:
         """One optimizer step.
 
         Returns:
             This rank's mean loss, the milliseconds it took, and the share of them (0 to 1) by
-            which synchronisation made the last backward longer.
+            which synchronisation made the last backward longer; NaN with graphs.
         """
         began = time.perf_counter()
         self.optimizer.zero_grad()
-        loss = 0.0
-        for i, inputs in enumerate(self.micro_batches(self.position), 1):
-            value, backward_ms = self._backward(*inputs, last=i == self.settings.accumulate)
-            loss += value
-        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.settings.clip)
-        self.optimizer.step()
+        batches = list(self.micro_batches(self.position))
+        loss, synchronising_ms = 0.0, math.nan
+        if self.graphed is not None:
+            loss = self.graphed.run(batches)
+        else:
+            for i, inputs in enumerate(batches, 1):
+                value, backward_ms = self._backward(*inputs, last=i == len(batches))
+                loss += value
+            synchronising_ms = max(0.0, backward_ms - self.local_backward_ms)
+            self._update()
         self.schedule.step()
         self.position += 1
         ms = (time.perf_counter() - began) * 1e3
-        return loss, ms, max(0.0, backward_ms - self.local_backward_ms) / ms
+        return loss, ms, synchronising_ms / ms
 
     @torch.no_grad()
     def held_out_loss(self, windows: int = 64) -> float:
@@ -206,7 +201,7 @@ class Trainer:
                     "was written with, or start without --resume."
                 )
         self.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.optimizer, state["optimizer"], self.device)
         self.schedule.load_state_dict(state["schedule"])
         self.position = state["position"]
         generators = state["generators"][dist.get_rank()]
@@ -232,7 +227,8 @@ def train(trainer: Trainer, path: Path | None = None, every: int = 50) -> list[f
             loss, ms, share = trainer.step()
             losses.append(loss)
             bar.set_postfix_str(
-                f"loss {loss:.3f}, {tokens / ms * 1e3:.0f} tokens/s, sync {share:.0%}",
+                f"loss {loss:.3f}, {tokens / ms * 1e3:.0f} tokens/s"
+                + ("" if math.isnan(share) else f", sync {share:.0%}"),
                 refresh=False,
             )
             bar.update()
@@ -241,35 +237,13 @@ def train(trainer: Trainer, path: Path | None = None, every: int = 50) -> list[f
     return losses
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sync", choices=SYNCS, default="fused")
-    parser.add_argument("--text", type=Path, default=Path(sysconfig.get_path("stdlib")))
-    parser.add_argument("--checkpoint", type=Path, help="write checkpoints to this file")
-    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
-    parser.add_argument("--history", type=Path, help="write losses of this run as JSON")
-    for field in dataclasses.fields(Settings):
-        choices = ("fp32", "bf16") if field.name == "dtype" else None
-        settings = {"type": type(field.default), "default": field.default, "choices": choices}
-        parser.add_argument("--" + field.name.replace("_", "-"), **settings)
-    args = parser.parse_args()
-    for name in "steps batch accumulate warmup every context layers heads width".split():
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: expected at least 1, found {getattr(args, name)}")
-    if not (args.lr > 0 and args.clip > 0 and 0 <= args.dropout < 1 and abs(args.seed) < 2**31):
-        parser.error("expected --lr and --clip above 0, --dropout from 0 to 1, --seed below 2**31")
-    if args.resume and args.checkpoint is None:
-        parser.error("--resume: expected --checkpoint with the file to go on from")
-    return args
-
-
 def run(args: argparse.Namespace, device: str) -> int:
     settings = Settings(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Settings)})
     try:
         for file in filter(None, (args.checkpoint, args.history)):
             checkpoint.check_writable(file)
-        trainer = Trainer(settings, load_text(args.text, settings.context), args.sync, device)
+        text = load_text(args.text, settings.context)
+        trainer = Trainer(settings, text, args.sync, device, args.graph)
         if args.resume:
             trainer.resume(args.checkpoint)
     except ValueError as error:  # what the user can mend; every rank has it
@@ -290,8 +264,11 @@ def run(args: argparse.Namespace, device: str) -> int:
 
 
 def main() -> int:
-    args = parse_arguments()
+    args = parse_arguments(__doc__.split("\n")[0])
     with process_group() as device:
+        if args.graph and dist.get_rank() == 0:  # what the library says of captures
+            logging.basicConfig(format="%(name)s: %(message)s")
+            logging.getLogger("fusedddp").setLevel(logging.INFO)
         return run(args, device)  # in a function, so that the model is gone before the group
 
 

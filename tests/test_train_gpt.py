@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import train_gpt
 
+from tests.graph_cases import captures_on
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -35,10 +36,10 @@ def one_rank() -> Iterator[Ranks]:
     ranks.close()
 
 
-def make_trainer(sync: str = "fused", **settings: Any) -> Any:
+def make_trainer(sync: str = "fused", graph: bool = False, **settings: Any) -> Any:
     wanted = train_gpt.Settings(**{**SMALL, **settings})
     text = train_gpt.load_text(Path(sysconfig.get_path("stdlib")), wanted.context)
-    return train_gpt.Trainer(wanted, text, sync)
+    return train_gpt.Trainer(wanted, text, sync, graph=graph)
 
 
 def train(trainer: Any, path: Path | None = None, every: int = 50) -> list[float]:
@@ -88,6 +89,40 @@ def check_resume(rank: int, folder: Path, sync: str) -> None:
 @pytest.mark.parametrize("sync", ["fused", "manual"])
 def test_resumes_exactly(two_ranks: Ranks, tmp_path: Path, sync: str) -> None:
     two_ranks.run(check_resume, tmp_path, sync)
+
+
+def check_graph(rank: int, folder: Path, dtype: str) -> None:
+    """`--graph` changes no loss: run eagerly as on any CPU, captured, and resumed from either."""
+    eager, uncaptured, captured, resumed = (
+        make_trainer(graph=graph, steps=5, accumulate=2, dtype=dtype)
+        for graph in (False, True, True, True)
+    )
+    torch.manual_seed(rank)
+    want = [eager.step()[0] for _ in range(3)]
+    eager.save(folder / "eager.pt")
+    want += train(eager)
+    torch.manual_seed(rank)
+    assert train(uncaptured) == want
+    with captures_on("cpu"):
+        torch.manual_seed(rank)
+        got = [captured.step()[0] for _ in range(3)]
+        captured.save(folder / "captured.pt")
+        assert got + train(captured) == want
+        assert captured.graphed._graphed.num_graphs == 2  # the first micro-step, and the last
+        assert captured.graphed._graphed._backend.num_replays == 9  # all but the very first
+        for file in ("eager.pt", "captured.pt"):
+            resumed.resume(folder / file)  # the second time with graphs there
+            assert train(resumed) == want[3:]
+        captured.graphed._graphed.close()
+        resumed.graphed._graphed.close()
+    other = make_trainer(steps=5, accumulate=2, dtype=dtype)
+    other.resume(folder / "captured.pt")
+    assert train(other) == want[3:]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_graph_changes_no_loss(two_ranks: Ranks, tmp_path: Path, dtype: str) -> None:
+    two_ranks.run(check_graph, tmp_path, dtype)
 
 
 def losses_of(rank: int, settings: dict[str, Any]) -> list[float]:
@@ -290,8 +325,12 @@ def test_killed_and_resumed(two_ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_train_gpt_under_torchrun() -> None:
     flags = [f"--{name}={value}" for name, value in SMALL.items()]
-    shown = finish(launch("examples/train_gpt.py", *flags, "--steps=5", "--dtype=bf16"))
+    flags += ["--steps=5", "--dtype=bf16"]
+    shown = finish(launch("examples/train_gpt.py", *flags))
     assert "held-out loss 4." in shown and "after 5 steps" in shown and "\ndef " in shown
+    graphed = finish(launch("examples/train_gpt.py", *flags, "--graph"))
+    assert graphed.count("The step runs eagerly, without a graph") == 1
+    assert graphed[graphed.index("held-out") :] == shown[shown.index("held-out") :]
 
 
 @pytest.mark.slow
