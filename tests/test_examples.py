@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import graphed_sections
 import pytest
 import torch
 import train_digits
+from torch import Tensor, nn
 
+import fusedddp
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -50,13 +56,61 @@ def torchrun(*arguments: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_digits_under_torchrun() -> None:
     shown = torchrun("examples/train_digits.py", "--steps", "12")
     assert "fusedddp and torch step for step equal: yes, 12 of 12 losses" in shown
     assert "manual and torch step for step equal: yes, 12 of 12 losses" in shown
+
+
+def check_sections(rank: int) -> list[float]:
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        losses = graphed_sections.train(100, "cpu")
+    assert ("without graphs" in shown.getvalue()) == (rank == 0)
+    return losses
+
+
+def test_graphed_sections_without_a_gpu(two_ranks: Ranks) -> None:
+    for losses in two_ranks.run(check_sections):
+        assert losses[-1] < losses[0] / 2
+
+
+def code_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_graph_script_of_the_docs(tmp_path: Path) -> None:
+    file = tmp_path / "graph_step.py"
+    file.write_text(code_of("docs/cuda_graphs.md")[0])
+    shown = torchrun(str(file))
+    assert len(re.findall(r"^[\d.]+$", shown, re.MULTILINE)) == 2
+    if not torch.cuda.is_available():
+        (said,) = re.findall(r"INFO:fusedddp.*", (ROOT / "docs/cuda_graphs.md").read_text())
+        assert shown.count(said) == 2
+
+
+def check_snippets(rank: int) -> None:
+    model = fusedddp.wrap(nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    x, y = torch.ones(4, 8), torch.ones(4, 1)
+
+    def train_step(x: Tensor, y: Tensor) -> None:
+        model(x).sum().backward()
+
+    names = {**globals(), "contextlib": contextlib, "batches": [(x, y)] * 8}
+    names |= {"model": model, "optimizer": optimizer, "x": x, "y": y, "train_step": train_step}
+    snippets = [code for code in code_of("docs/cuda_graphs.md") if "torch.cuda." not in code]
+    assert len(snippets) == 4
+    for code in snippets:
+        exec(code, names)
+        if "step" in names:
+            names.pop("step")(x, y, *([True] if "micro_step" in code else []))
+
+
+def test_graph_snippets_of_the_docs(one_rank: Ranks) -> None:
+    one_rank.run(check_snippets)
 
 
 def test_step_benchmark(tmp_path: Path) -> None:
