@@ -111,7 +111,8 @@ def rows(times: dict[str, list[float]], steps: int) -> Iterator[dict[str, Any]]:
     best_ddp = min((t for n, t in taxes.items() if n.startswith("ddp")), default=float("nan"))
     for name, ms in times.items():
         quantiles = statistics.quantiles(ms, n=5)
-        ratio = taxes[name] / best_ddp if best_ddp else float("nan")
+        # With one rank DDP's tax may be lost in the noise, and a ratio to that means nothing.
+        ratio = taxes[name] / best_ddp if best_ddp > 0 else float("nan")
         yield {
             "variant": name,
             "median_ms": round(medians[name], 3),
