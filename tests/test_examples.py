@@ -97,7 +97,6 @@ def test_graph_benchmark(tmp_path: Path) -> None:
 
 def test_graph_benchmark_looks_at_its_arguments_first(tmp_path: Path) -> None:
     for arguments, said in (
-        (("--turns", "1"), "expected at least 1 session, 2 turns"),
         (("--csv", str(tmp_path / "none" / "rows.csv")), "expected a file in a folder that exists"),
         (("--modes", "captured"), "expected a GPU, found none"),
     ):
