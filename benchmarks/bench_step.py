@@ -21,30 +21,35 @@ some variants differ, so there are several sessions, each with new models. Print
 from __future__ import annotations
 
 import argparse
-import csv
+import contextlib
 import datetime
 import functools
 import gc
-import os
-import platform
-import random
-import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from models import MODELS, Model
-from torch import Tensor, nn
+from steps import (
+    BASELINE,
+    COLLECTIVE,
+    Step,
+    Trainer,
+    Variant,
+    about,
+    add_arguments,
+    check_arguments,
+    measure_times,
+    processor,
+    rows,
+    write_csv,
+)
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedddp
-
-BASELINE = "no sync"
-COLLECTIVE = "collective"
 
 
 def naive_all_reduce(module: nn.Module) -> None:
@@ -52,15 +57,6 @@ def naive_all_reduce(module: nn.Module) -> None:
     for param in module.parameters():
         dist.all_reduce(param.grad)
         param.grad /= dist.get_world_size()
-
-
-def nothing(module: nn.Module) -> None:
-    pass
-
-
-class Variant(NamedTuple):
-    wrap: Callable[[nn.Module], nn.Module]
-    after_backward: Callable[[nn.Module], None] = nothing
 
 
 VARIANTS = {
@@ -78,23 +74,7 @@ VARIANTS = {
 }
 
 
-class Trainer:
-    """One variant and its copy of the model."""
-
-    def __init__(self, variant: Variant, module: nn.Module, inputs: Tensor) -> None:
-        self.variant = variant
-        self.inputs = inputs
-        self.model = variant.wrap(module)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(self.inputs).square().mean().backward()
-        self.variant.after_backward(self.model)
-        self.optimizer.step()
-
-
-def timed(step: Callable[[], None], count: int) -> list[float]:
+def timed(step: Step, count: int) -> list[float]:
     """Milliseconds of each of `count` steps, begun together on all ranks."""
     times = []
     for _ in range(count):
@@ -105,32 +85,18 @@ def timed(step: Callable[[], None], count: int) -> list[float]:
     return times
 
 
-def measure_times(
-    model: Model, names: list[str], sessions: int, turns: int, burst: int
-) -> dict[str, list[float]]:
-    """Milliseconds of every measured step of each variant, the slowest rank's."""
-    times: dict[str, list[float]] = {name: [] for name in [*names, COLLECTIVE]}
-    order = list(times)
-    shuffle = random.Random(0).shuffle  # the same on all ranks
-    for _ in range(sessions):
-        gc.collect()
-        inputs = model.batch()
-        steps: dict[str, Callable[[], None]] = {}
-        shuffle(order)
-        for name in order:
-            if name == COLLECTIVE:
-                flat = torch.zeros(sum(p.numel() for p in model.build().parameters()))
-                steps[name] = functools.partial(dist.all_reduce, flat)
-            else:
-                steps[name] = Trainer(VARIANTS[name], model.build(), inputs).step
-            timed(steps[name], 4)  # buckets are rebuilt, memory is faulted in
-        for _ in range(turns):
-            shuffle(order)
-            for name in order:
-                times[name] += timed(steps[name], burst)[1:]
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, times)
-    return {n: [max(ms) for ms in zip(*(t[n] for t in everywhere), strict=True)] for n in times}
+@contextlib.contextmanager
+def session(model: Model) -> Iterator[Callable[[str], Step]]:
+    """Gives what makes the step of a variant, all on the same inputs."""
+    inputs = model.batch()
+
+    def make_step(name: str) -> Step:
+        if name == COLLECTIVE:
+            flat = torch.zeros(sum(p.numel() for p in model.build().parameters()))
+            return functools.partial(dist.all_reduce, flat)
+        return functools.partial(Trainer(VARIANTS[name], model.build()).step, inputs)
+
+    yield make_step
 
 
 def memory_peaks(model: Model, name: str, repeats: int = 3) -> tuple[float, float]:
@@ -144,18 +110,18 @@ def memory_peaks(model: Model, name: str, repeats: int = 3) -> tuple[float, floa
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
     found = [peaks for of_rank in everywhere for peaks in of_rank]
-    return min(whole for whole, _ in found), min(steady for _, steady in found)
+    return tuple(round(min(peaks), 2) for peaks in zip(*found, strict=True))
 
 
 def one_memory_peak(model: Model, name: str, steps: int = 5) -> tuple[float, float]:
     gc.collect()  # what earlier variants left must not be freed while this one is measured
     module, inputs = model.build(), model.batch()
     with torch.autograd.profiler.profile(profile_memory=True) as prof:
-        trainer = Trainer(VARIANTS[name], module, inputs)
+        trainer = Trainer(VARIANTS[name], module)
         for _ in range(steps - 1):
-            trainer.step()
+            trainer.step(inputs)
         with torch.autograd.profiler.record_function("last step"):
-            trainer.step()
+            trainer.step(inputs)
     events = sorted(prof.kineto_results.events(), key=lambda e: e.start_ns())
     last_began = next(e.start_ns() for e in events if e.name() == "last step")
     live = 0
@@ -168,95 +134,42 @@ def one_memory_peak(model: Model, name: str, steps: int = 5) -> tuple[float, flo
     return peaks[0] / 2**20, peaks[1] / 2**20
 
 
-def rows(
-    times: dict[str, list[float]], peaks: dict[str, tuple[float, float]], steps: int
-) -> Iterator[dict[str, Any]]:
-    """The printed rows; `times` holds `steps` measured steps of each turn."""
-    medians = {name: statistics.median(ms) for name, ms in times.items()}
-    of_turns = {
-        name: [statistics.median(ms[i : i + steps]) for i in range(0, len(ms), steps)]
-        for name, ms in times.items()
-    }
-    base = of_turns[BASELINE]
-    taxes = {
-        name: statistics.median(a - b for a, b in zip(turns, base, strict=True))
-        for name, turns in of_turns.items()
-    }
-    taxes[COLLECTIVE] = medians[COLLECTIVE]
-    best_ddp = min((t for n, t in taxes.items() if n.startswith("ddp")), default=float("nan"))
-    for name, ms in times.items():
-        quantiles = statistics.quantiles(ms, n=5)
-        yield {
-            "variant": name,
-            "median_ms": round(medians[name], 3),
-            "p20_ms": round(quantiles[0], 3),
-            "p80_ms": round(quantiles[3], 3),
-            "tax_ms": round(taxes[name], 3) if name != BASELINE else 0.0,
-            "ratio": round(taxes[name] / best_ddp, 3) if name != BASELINE else 0.0,
-            "peak_mib": round(peaks[name][0], 2) if name in peaks else "",
-            "peak_steady_mib": round(peaks[name][1], 2) if name in peaks else "",
-        }
-
-
-def commit() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
-    return found.stdout.strip() or "unknown"
-
-
-def processor() -> str:
-    for line in (
-        Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    ):
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["small", "large"])
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--sessions", type=int, default=6, help="how often models are built anew")
-    parser.add_argument("--turns", type=int, default=8, help="turns of each variant in a session")
-    parser.add_argument(
-        "--burst", type=int, default=4, help="steps of a turn; the first is not counted"
-    )
+    add_arguments(parser, sessions=6, turns=8, burst=4)
     parser.add_argument("--no-memory", action="store_true", help="leave out the memory columns")
-    parser.add_argument("--csv", type=Path, help="write the rows here as well")
     args = parser.parse_args()
-    if args.sessions < 1 or args.burst < 2 or args.turns < 2:
-        parser.error("expected at least 1 session, 2 turns and bursts of 2 steps")
+    check_arguments(parser, args)
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=2))
     names = [BASELINE, *(n for n in args.variants if n != BASELINE)]
-    about = {
-        "machine": f"{processor()}, {os.cpu_count()} cores",
-        "world_size": dist.get_world_size(),
-        "backend": dist.get_backend(),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-    }
+    where = about(processor())
     written = []
     for model_name in args.models:
         model = MODELS[model_name]
-        times = measure_times(model, names, args.sessions, args.turns, args.burst)
+        times = measure_times(
+            [*names, COLLECTIVE],
+            functools.partial(session, model),
+            timed,
+            sessions=args.sessions,
+            turns=args.turns,
+            burst=args.burst,
+        )
         peaks = {} if args.no_memory else {n: memory_peaks(model, n) for n in names}
         if dist.get_rank() == 0:
             print(
-                f"\n{model.title}: " + ", ".join(f"{k} {v}" for k, v in about.items()), flush=True
+                f"\n{model.title}: " + ", ".join(f"{k} {v}" for k, v in where.items()), flush=True
             )
             print(
                 f"{'variant':18} {'step ms':>8} {'p20':>8} {'p80':>8} {'tax ms':>8} {'ratio':>6} "
                 f"{'peak MiB':>9} {'steady':>8}"
             )
-            for row in rows(times, peaks, args.burst - 1):
+            for row in rows(times, args.burst - 1):
+                peak, steady = peaks.get(row["variant"], ("", ""))
+                row |= {"peak_mib": peak, "peak_steady_mib": steady}
                 print(
                     f"{row['variant']:18} {row['median_ms']:8.2f} {row['p20_ms']:8.2f} "
                     f"{row['p80_ms']:8.2f} "
@@ -264,12 +177,9 @@ def main() -> None:
                     f"{row['peak_steady_mib']!s:>8}",
                     flush=True,
                 )
-                written.append({"model": model_name, **row, **about})
+                written.append({"model": model_name, **row, **where})
     if args.csv and dist.get_rank() == 0:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(written[0]))
-            writer.writeheader()
-            writer.writerows(written)
+        write_csv(args.csv, written)
     dist.barrier()
     dist.destroy_process_group()
 

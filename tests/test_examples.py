@@ -128,3 +128,34 @@ def test_step_benchmark(tmp_path: Path) -> None:
     # Gradients of 400 x 64 x 64 floats are 6.25 MiB. At the same view setting no more than DDP.
     for column in ("peak_mib", "peak_steady_mib"):
         assert 6.25 <= float(rows["fusedddp"][column]) <= float(rows["ddp views"][column]) + 0.01
+
+
+def test_graph_benchmark(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    command = [
+        *(sys.executable, "benchmarks/bench_graph.py", "--models", "small"),
+        *("--turns", "2", "--burst", "2", "--modes", "eager", "--csv", str(file)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "One rank" in done.stdout
+    assert torch.cuda.is_available() or "Captured ones need a GPU" in done.stdout
+    rows = {row["variant"]: row for row in csv.DictReader(file.open())}
+    assert list(rows) == ["no sync", "ddp", "ddp views", "fusedddp"]
+    for name, row in rows.items():
+        assert 0 < float(row["p20_ms"]) <= float(row["median_ms"]) <= float(row["p80_ms"])
+        assert row["model"] == "small" and row["mode"] == "eager" and row["machine"]
+        assert f"{name:10} eager " in done.stdout
+    assert float(rows["no sync"]["tax_ms"]) == 0
+
+
+def test_graph_benchmark_looks_at_its_arguments_first(tmp_path: Path) -> None:
+    for arguments, said in (
+        (("--csv", str(tmp_path / "none" / "rows.csv")), "expected a file in a folder that exists"),
+        (("--modes", "captured"), "expected a GPU, found none"),
+    ):
+        if "captured" in arguments and torch.cuda.is_available():
+            continue
+        command = [sys.executable, "benchmarks/bench_graph.py", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+        assert done.returncode == 2 and said in done.stderr and not done.stdout
