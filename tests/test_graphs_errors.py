@@ -183,3 +183,50 @@ def test_unfreezing_before_a_capture(on_rank: _Run) -> None:
 
 def test_parameters_that_are_used_must_not_change(on_rank: _Run) -> None:
     on_rank(check_used_set)
+
+
+class Holder:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def check_arguments(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        case = training("views", device, group)
+        (x,) = batches(1, rank, device)
+
+        def held(holder: Holder) -> Tensor:
+            return case.step(holder.x)
+
+        with pytest.raises(TypeError, match="found Holder as leaf 0: what is in it"):
+            fusedddp.make_graphed_step(held, (Holder(x),))
+
+        def scaled(x: Tensor, factor: float) -> Tensor:
+            return case.step(x) * factor
+
+        with fusedddp.make_graphed_step(scaled, (x, float("nan"))) as step:
+            before = step.num_graphs
+            for _ in range(3):
+                step(x, float("nan"))
+            assert step.num_graphs == before  # nan is not equal to itself
+
+        hooked = training("comm hook", device, group)
+        with pytest.raises(ValueError, match="a plain average, found two, and allreduce_hook"):
+            fusedddp.make_graphed_step(
+                (lambda x: hooked.model(x).sum().backward(), hooked.optimizer.step),
+                (x,),
+                model=hooked.model,
+            )
+
+
+def test_arguments_that_would_be_frozen(on_rank: _Run) -> None:
+    on_rank(check_arguments)
+
+
+def test_a_learning_rate_that_is_elsewhere_is_found() -> None:
+    from fusedddp.graphs.participants import Participants
+
+    participants = Participants()
+    param = nn.Parameter(torch.ones(1, device="meta"))
+    participants.add_optimizer(torch.optim.SGD([param], lr=torch.tensor(0.1)))
+    assert participants.find_elsewhere("meta") == "lr of SGD is a tensor on cpu"

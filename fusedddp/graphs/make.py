@@ -51,11 +51,11 @@ def make_graphed_step(
     again. Random numbers of torch go on from replay to replay, as in eager steps.
 
     Args:
-        step: a function of tensors, containers of them and hashable values. It may return tensors
-            in any structure, or nothing. Or two functions, `backward` and `update`, the second
-            without arguments: then gradients are averaged eagerly between two graphs. Use that if
-            the collectives cannot be captured (gloo). `backward` runs under ``no_sync``; give
-            `model` with it.
+        step: a function of tensors, containers of them and plain values (numbers, strings, None).
+            It may return tensors in any structure, or nothing. Or two functions, `backward` and
+            `update`, the second without arguments: then gradients are averaged eagerly between two
+            graphs. Use that if the collectives cannot be captured (gloo). `backward` runs under
+            ``no_sync``; give `model` with it.
         sample_args: arguments of one call. Only what they look like matters.
         sample_kwargs: keyword arguments.
         model: the module or modules that `step` trains; None for those whose forward runs in it.
@@ -120,6 +120,8 @@ def make_graphed_step(
             "model: expected the wrapped model beside a step of two functions, found none. Its "
             "gradients are averaged between them: pass model=model."
         )
+    if len(functions) == 2:
+        _require_plain_average(participants)
     device_type, backend = _choose_backend(tensors_of(participants, args, kwargs), enabled)
 
     def make(function: Callable[..., Any], world: Participants) -> GraphedStep:
@@ -147,6 +149,18 @@ def make_graphed_step(
         graphed.close()
         raise
     return graphed
+
+
+def _require_plain_average(participants: Participants) -> None:
+    for wrapper in participants.wrappers:
+        rounds = wrapper.reducer.rounds
+        if rounds.comm_hook is not None or rounds.options.reduce_dtype is not None:
+            found = "mixed_precision" if rounds.comm_hook is None else rounds.comm_hook.name
+            raise ValueError(
+                "step: expected one function for a model that is not reduced by a plain average, "
+                f"found two, and {found}. Gradients are averaged eagerly between the two, as "
+                "all_reduce_gradients does: leave the hook or mixed_precision out."
+            )
 
 
 def _choose_backend(

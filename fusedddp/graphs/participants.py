@@ -130,7 +130,10 @@ class Participants:
         )
 
     def find_elsewhere(self, device_type: str) -> str | None:
-        """A parameter or buffer that is on another type of device, in words."""
+        """A parameter, buffer or hyper-parameter that is on another type of device, in words.
+
+        A learning rate on the CPU would be read once, at the capture.
+        """
         for root in self.roots:
             for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
                 if tensor.device.type != device_type:
@@ -138,4 +141,22 @@ class Participants:
         for param in self.params:
             if param.device.type != device_type:
                 return f"an optimizer has a parameter {tuple(param.shape)} on {param.device}"
+        for optimizer in self.optimizers:
+            for key, value in tensor_options(optimizer):
+                if value.device.type != device_type:
+                    return f"{key} of {type(optimizer).__name__} is a tensor on {value.device}"
         return None
+
+
+# Keys of param_groups that schedulers keep for themselves.
+SCHEDULER_KEYS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+)
+
+
+def tensor_options(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """The hyper-parameters of an optimizer that are tensors, each with its key."""
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if isinstance(value, Tensor) and key not in SCHEDULER_KEYS:
+                yield key, value

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import enum
+import inspect
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+_CONSTANTS = (
+    *(int, float, complex, str, bytes, enum.Enum, type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
 class Inputs(NamedTuple):
@@ -38,7 +45,7 @@ def flatten_inputs(
         device_type: where tensors have to be; None for anywhere.
 
     Raises:
-        TypeError: an argument that is neither a tensor nor hashable.
+        TypeError: an argument that is neither a tensor nor a plain value.
         ValueError: a tensor that no graph can read: elsewhere, sparse, or with a gradient.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -51,16 +58,21 @@ def flatten_inputs(
             kinds.append((leaf.shape, leaf.dtype, leaf.device, leaf.stride()))
             leaves[position] = None
         else:
-            try:
-                hash(leaf)
-            except TypeError:
+            if not _is_constant(leaf):
                 raise TypeError(
-                    "expected tensors, containers of them and hashable values as arguments of a "
-                    f"graphed step, found {type(leaf).__name__} as leaf {position}. Pass tensors, "
-                    "or let the step find it by a closure if it never changes."
-                ) from None
-            kinds.append((type(leaf), leaf))  # 1, 1.0 and True are equal, and not the same
+                    "expected tensors, containers of them and plain values (numbers, strings, "
+                    f"None) as arguments of a graphed step, found {type(leaf).__name__} as leaf "
+                    f"{position}: what is in it would be read once, at the capture. Pass its "
+                    "tensors, or let the step find it by a closure if it never changes."
+                )
+            # 1, 1.0 and True are equal, and not the same; nan is the same, and not equal.
+            kinds.append((type(leaf), "nan" if leaf != leaf else leaf))
     return Inputs(tensors, (spec, tuple(kinds)), spec, leaves)
+
+
+def _is_constant(leaf: object) -> bool:
+    """Whether a value is all that there is to it."""
+    return leaf is None or inspect.isroutine(leaf) or isinstance(leaf, _CONSTANTS)
 
 
 def rebuild(inputs: Inputs, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -12,12 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedddp.graphs.participants import Participants
+from fusedddp.graphs.participants import SCHEDULER_KEYS, Participants
 
-# Keys of param_groups that schedulers keep for themselves.
-_SCHEDULER_KEYS = frozenset(
-    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-)
 _SCALER_SETTINGS = ("_enabled", "_growth_factor", "_backoff_factor", "_growth_interval")
 
 
@@ -43,7 +39,7 @@ class Bindings:
             for optimizer in participants.optimizers
             for index, group in enumerate(optimizer.param_groups)
             for key, value in group.items()
-            if isinstance(value, Tensor) and key not in _SCHEDULER_KEYS
+            if isinstance(value, Tensor) and key not in SCHEDULER_KEYS
         ]
         self._option_versions = [value._version for *_, value in self._tensor_options]
 
@@ -132,7 +128,7 @@ class Bindings:
             key
             for optimizer in self._participants.optimizers
             for group in optimizer.param_groups
-            for key in [None, *[k for k in group if k != "params" and k not in _SCHEDULER_KEYS]]
+            for key in [None, *[k for k in group if k != "params" and k not in SCHEDULER_KEYS]]
         ]
         if len(keys) == len(before) == len(now):
             for key, was, is_ in zip(keys, before, now, strict=True):
@@ -157,5 +153,5 @@ def _options(optimizer: Any) -> Iterator[Any]:
     for group in optimizer.param_groups:
         yield tuple(map(id, group["params"]))
         for key, value in group.items():
-            if key != "params" and key not in _SCHEDULER_KEYS:
+            if key != "params" and key not in SCHEDULER_KEYS:
                 yield value
