@@ -230,3 +230,34 @@ def test_a_learning_rate_that_is_elsewhere_is_found() -> None:
     param = nn.Parameter(torch.ones(1, device="meta"))
     participants.add_optimizer(torch.optim.SGD([param], lr=torch.tensor(0.1)))
     assert participants.find_elsewhere("meta") == "lr of SGD is a tensor on cpu"
+
+
+def check_one_rank_fails_at_the_capture(rank: int) -> None:
+    """All ranks lose their graphs, so that none replays while another captures anew."""
+    with captures_on("cpu") as group:
+        case = training("views", "cpu", group)
+        xs = batches(2, rank, "cpu")
+        runs, fails_at = [0], [-1]
+
+        def step(x: Tensor) -> Tensor:
+            runs[0] += 1
+            if runs[0] == fails_at[0] and rank == 0:
+                raise ArithmeticError("on this rank")
+            return case.step(x)
+
+        with fusedddp.make_graphed_step(step, (xs[0],), model=case.model) as graphed:
+            graphed(xs[0])
+            num_graphs = graphed.num_graphs
+            # Two of warm-up, one that looks at gradients: the fourth is the capture.
+            runs[0], fails_at[0] = 0, 4
+            with pytest.raises((RuntimeError, ArithmeticError), match="on this rank"):
+                graphed(xs[1][:3])
+            assert runs[0] == 4 and graphed.num_graphs == 0
+            fails_at[0] = -1
+            results = [graphed(xs[0]), graphed(xs[1][:3]), graphed(xs[0])]
+            assert graphed.num_graphs == num_graphs + 1
+            assert all(result.isfinite() for result in results)
+
+
+def test_one_rank_that_fails_at_the_capture(two_ranks: Ranks) -> None:
+    two_ranks.run(check_one_rank_fails_at_the_capture)

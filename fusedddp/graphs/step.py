@@ -245,7 +245,15 @@ class GraphedStep:
         finally:
             torch.clear_autocast_cache()
             snapshot.restore()
-        agreement.settle(world, problem)
+        try:
+            agreement.settle(world, problem)
+        except BaseException:
+            # The rank that failed has lost its graphs. If this one replayed one of its own while
+            # that one captures anew, their collectives would not match.
+            if captured is not None:
+                captured.drop()
+            self.close_graphs()
+            raise
         assert captured is not None
         self._graphs.setdefault(key, []).append(captured)
         return captured
