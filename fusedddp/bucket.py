@@ -135,9 +135,7 @@ class Bucket:
         self.layout = layout
         self.params = list(params)
         self.device = params[0].device
-        self.chunks = [
-            Chunk(start, self.params[start:stop], grad_dtype) for start, stop in layout.chunks
-        ]
+        self.chunks = self._make_chunks(grad_dtype)
         self._ops = ops or ops_for(self.device)
         self._collective = collective
         self._as_view = as_view and all(
@@ -152,6 +150,11 @@ class Bucket:
         self._slots: Slots | None = None
         self._own_uses = 0
         self.start_round()
+
+    def _make_chunks(self, grad_dtype: torch.dtype | None) -> list[Chunk]:
+        return [
+            Chunk(start, self.params[start:stop], grad_dtype) for start, stop in self.layout.chunks
+        ]
 
     def start_round(self, waits_for_end: Set[int] = frozenset()) -> None:
         """Forgets the last round.

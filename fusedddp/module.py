@@ -98,9 +98,9 @@ class FusedDDP(DistributedDataParallel):
             the memory and copies). ``zero_grad`` in both forms and ``grad.detach_()`` work. With
             False `.grad` is a tensor of its own, at the price of a second copy of all gradients.
         static_graph: the set of used parameters never changes. Unused ones are then no error.
-        delay_all_reduce_named_params: names and parameters that torch DDP reduces together, in
-            full at a time of their own. Here they travel in buckets with all others, in the order
-            in which gradients arrive; the gradients after the backward are the same.
+        delay_all_reduce_named_params: accepted with a warning. Names and parameters that torch DDP
+            reduces together, at a time of their own; here they travel in buckets with all others.
+            The gradients after the backward are the same.
         param_to_hook_all_reduce: when torch DDP reduces those; comes with the keyword above.
         mixed_precision: torch's ``torch.nn.parallel.distributed._MixedPrecision``: dtypes of
             parameters and inputs during forward and backward, of gradients on the wire, and of
@@ -118,7 +118,7 @@ class FusedDDP(DistributedDataParallel):
 
     Raises:
         ValueError, TypeError: a keyword value that means nothing; no process group.
-        NotImplementedError: something that is not there yet.
+        NotImplementedError: a parameter that is not dense.
         RuntimeError: no parameter requires a gradient, or ranks differ in number, names, shapes,
             strides or dtypes of parameters. Every rank raises, whichever it concerns.
     """
@@ -205,6 +205,12 @@ class FusedDDP(DistributedDataParallel):
             raise problem
         if device_mesh is not None:
             self.device_mesh = device_mesh
+        if delay_all_reduce_named_params:
+            warnings.warn(
+                "delay_all_reduce_named_params has no effect on when gradients are reduced: they "
+                "travel with all others, and are the same after the backward.",
+                stacklevel=3,
+            )
         if skip_all_reduce_unused_params:
             warnings.warn(
                 "skip_all_reduce_unused_params has no effect on what is reduced: every bucket is, "

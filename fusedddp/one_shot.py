@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from fusedddp.bucket import Bucket
 from fusedddp.collectives import OPS, Collective, same_on_all_ranks, wire_dtype
 from fusedddp.layout import Layout, ParamSpec, build_layout, specs_checksum
-from fusedddp.sparse import build_bucket, find_sparse_gradients
+from fusedddp.sparse import bucket_class, find_sparse_gradients
 from fusedddp_kernels import Ops
 
 # One bucket is on the wire while the next is filled and the last one emptied; more would only
@@ -94,7 +94,8 @@ def reduce_gradients(
     try:
         for bucket_layout in layout.buckets:
             members = [params[i] for i in bucket_layout.params]
-            bucket = build_bucket(bucket_layout, members, collective, as_view=as_view, ops=ops)
+            kind = bucket_class(bucket_layout)
+            bucket = kind(bucket_layout, members, collective, as_view=as_view, ops=ops)
             in_flight.append(bucket)
             bucket.launch()
             bucket.hand_out()

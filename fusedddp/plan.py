@@ -16,7 +16,7 @@ from fusedddp.config import Options
 from fusedddp.control import Control, ControlReading, Part
 from fusedddp.layout import build_layout
 from fusedddp.one_shot import param_specs
-from fusedddp.sparse import build_bucket
+from fusedddp.sparse import bucket_class
 
 # On CPU gradients are copied while they are still in cache, in chunks of up to half of a 512 KiB
 # second-level cache, the smallest in common use.
@@ -94,7 +94,7 @@ class Plan:
         )
         last = len(self.layout.buckets) - 1
         self.buckets = [
-            build_bucket(
+            bucket_class(layout)(
                 layout,
                 [params[i] for i in layout.params],
                 collective,

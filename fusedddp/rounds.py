@@ -175,17 +175,21 @@ class Rounds:
         Raises:
             RuntimeError: a gradient could not be reduced, or ranks disagree.
         """
-        if self.plan is None or self.plan.find_misfit() is not None:
-            self.layouts.conform(range(len(self._params)))
         misfit = None if self.plan is None else self.plan.find_misfit()
+        if self.plan is None or misfit is not None:
+            self.layouts.conform(range(len(self._params)))
+        if self.plan is not None and misfit is not None:
+            misfit = self.plan.find_misfit()  # what was of another layout only fits by now
         if misfit is not None:
             self.drop_plan(misfit)
             recording = Recording.of(fired)
-        if self.plan is None:
-            self._first(fired, recording, part)
-        else:
-            self._planned(self.plan, fired, late, part)
-        self.count += 1
+        try:
+            if self.plan is None:
+                self._first(fired, recording, part)
+            else:
+                self._planned(self.plan, fired, late, part)
+        finally:
+            self.count += 1  # also where this rank alone has something to raise
 
     def _first(self, fired: bytearray, recording: Recording, part: Part) -> None:
         """Reduces what the recorded backward left, and lays the buckets out for all later ones."""

@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 
 from fusedddp.bucket import Bucket, Chunk, Kind
-from fusedddp.collectives import Collective
-from fusedddp.comm_hooks import CommHook
 from fusedddp.layout import BucketLayout, round_up
-from fusedddp_kernels import Ops, Slots
+from fusedddp_kernels import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -116,35 +114,9 @@ def add_reduced(gradient: Tensor, contribution: Tensor) -> Tensor:
     return (gradient + contribution).coalesce()
 
 
-def build_bucket(
-    layout: BucketLayout,
-    params: Sequence[Parameter],
-    collective: Collective,
-    *,
-    as_view: bool,
-    ops: Ops | None = None,
-    comm_hook: CommHook | None = None,
-    index: int = 0,
-    is_last: bool = True,
-    grad_dtype: torch.dtype | None = None,
-) -> Bucket:
-    """A bucket of the kind that `layout` asks for. The arguments are those of `Bucket`."""
-    if layout.is_sparse:
-        assert comm_hook is None  # one has all its buckets dense
-        return SparseBucket(
-            layout, params, collective, as_view=as_view, ops=ops, grad_dtype=grad_dtype
-        )
-    return Bucket(
-        layout,
-        params,
-        collective,
-        as_view=as_view,
-        ops=ops,
-        comm_hook=comm_hook,
-        index=index,
-        is_last=is_last,
-        grad_dtype=grad_dtype,
-    )
+def bucket_class(layout: BucketLayout) -> type[Bucket]:
+    """The kind of bucket that `layout` asks for; both take the same arguments."""
+    return SparseBucket if layout.is_sparse else Bucket
 
 
 class SparseChunk(Chunk):
@@ -172,18 +144,8 @@ class SparseBucket(Bucket):
     See Note [Sparse gradients].
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        params: Sequence[Parameter],
-        collective: Collective,
-        *,
-        as_view: bool,
-        ops: Ops | None = None,
-        grad_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(layout, params, collective, as_view=False, ops=ops, grad_dtype=grad_dtype)
-        self.chunks = [SparseChunk(self.params, grad_dtype)]
+    def _make_chunks(self, grad_dtype: torch.dtype | None) -> list[Chunk]:
+        return [SparseChunk(self.params, grad_dtype)]
 
     def start_round(self, waits_for_end: Set[int] = frozenset()) -> None:
         super().start_round(waits_for_end)

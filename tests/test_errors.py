@@ -14,7 +14,8 @@ from torch import nn
 
 import fusedddp
 from fusedddp.checks import _device_index
-from tests.models import batch, mlp
+from tests.expected import assert_gradients, mean_of_ranks
+from tests.models import Branches, batch, mlp
 from tests.ranks import Ranks
 
 
@@ -222,6 +223,49 @@ def check_groups(rank: int) -> None:
 
 def test_groups_and_meshes(two_ranks: Ranks) -> None:
     two_ranks.run(check_groups)
+
+
+def check_accepted(rank: int) -> None:
+    """Keywords that change nothing say so, and change nothing."""
+    model = mlp()
+    delayed = [(n, p) for n, p in model.named_parameters() if n.startswith("0.")]
+    with pytest.warns(UserWarning, match="delay_all_reduce_named_params has no effect on when"):
+        wrapped = fusedddp.wrap(
+            model,
+            delay_all_reduce_named_params=delayed,
+            param_to_hook_all_reduce=model[4].weight,
+        )
+    assert all(a is b for a, (_, b) in zip(wrapped._delay_all_reduce_params, delayed, strict=True))
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(batch(step, rank, (8, 20))).sum().backward()
+        want = mean_of_ranks(model, lambda m, r, s=step: m(batch(s, r, (8, 20))).sum())
+        assert_gradients(wrapped, want)
+    branches = Branches(2)
+    with pytest.warns(UserWarning, match="skip_all_reduce_unused_params has no effect on what"):
+        wrapped = fusedddp.wrap(
+            branches, skip_all_reduce_unused_params=True, find_unused_parameters=True
+        )
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(torch.full((3,), float(rank)), [0]).backward()
+        assert torch.equal(branches.w[0].grad, torch.full((3,), 0.5))
+        assert branches.w[1].grad is None
+    for name, value in (
+        ("a pair", {"delay_all_reduce_named_params": [3]}),
+        ("of the module", {"delay_all_reduce_named_params": [("x", nn.Parameter(torch.ones(1)))]}),
+    ):
+        kind, text = refused(
+            fusedddp.wrap, mlp(), **value, param_to_hook_all_reduce=nn.Parameter(torch.ones(1))
+        )
+        assert kind in ("TypeError", "ValueError"), name
+        assert "delay_all_reduce_named_params: expected" in text
+    kind, text = refused(fusedddp.wrap, mlp(), device_ids=3)
+    assert kind == "TypeError" and "device_ids: expected None or a list of one device" in text
+
+
+def test_keywords_that_are_accepted(two_ranks: Ranks) -> None:
+    two_ranks.run(check_accepted)
 
 
 def test_without_a_process_group() -> None:

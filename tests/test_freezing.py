@@ -301,3 +301,31 @@ def check_copy_of_frozen(rank: int) -> None:
 
 def test_a_copy_of_a_frozen_wrapper(two_ranks: Ranks) -> None:
     two_ranks.run(check_copy_of_frozen)
+
+
+def check_replaced_on_one_rank(rank: int) -> None:
+    """The rank that replaced a parameter raises; once it has put it back, ranks are in step."""
+    model = mlp()
+    wrapped = fusedddp.wrap(model, find_unused_parameters=True)
+    step_and_check(wrapped, rank, 0)
+    original = model[2].weight
+    if rank == 1:
+        model[2].weight = nn.Parameter(original.detach().clone())
+    wrapped.zero_grad()
+    loss = wrapped(batch(1, rank, (8, 20))).sum()
+    if rank == 1:
+        with pytest.raises(RuntimeError, match=r"found another one as 2\.weight"):
+            loss.backward()
+        model[2].weight = original
+    else:
+        loss.backward()
+    model[0].requires_grad_(False)  # lacks a gradient, so ranks compare what they reduce
+    for step in range(2):
+        wrapped.zero_grad()
+        wrapped(batch(2 + step, rank, (8, 20))).sum().backward()
+        want = mean_of_ranks(model, lambda m, r, s=step: m(batch(2 + s, r, (8, 20))).sum())
+        assert_gradients(wrapped, want)
+
+
+def test_an_error_on_one_rank_keeps_the_count_of_rounds(two_ranks: Ranks) -> None:
+    two_ranks.run(check_replaced_on_one_rank)
