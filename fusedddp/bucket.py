@@ -390,9 +390,7 @@ class Bucket:
             or not is_dense(gradient)
             or gradient.is_neg()
             or gradient.requires_grad
-            # a + b gives both the same gradient memory. One use is the gradient, one the storage
-            # object that asking makes.
-            or _storage_uses(gradient) != 2
+            or is_shared(gradient)
         ):
             return False
         self._in_place = gradient
@@ -408,6 +406,7 @@ class Bucket:
             and source.stride() == param.stride()
             and is_dense(source)
             and not (source.requires_grad or source.is_conj() or source.is_neg())
+            and not is_shared(source)
         ):
             return source
         return torch.empty_like(param, requires_grad=False)
@@ -423,6 +422,15 @@ class Bucket:
         current = torch.accelerator.current_stream(self.device)
         for stream in self._producers - {current}:
             stream.wait_stream(current)
+
+
+def is_shared(gradient: Tensor) -> bool:
+    """Whether anybody else refers to the memory of a dense gradient, and may write to it.
+
+    a + b gives both the same gradient memory. A section that `torch.cuda.make_graphed_callables`
+    made returns gradients in memory that its next backward writes again.
+    """
+    return _storage_uses(gradient) > 2  # the gradient, and the storage object that asking makes
 
 
 def _storage_uses(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
-from fusedddp.bucket import Bucket, Chunk
+from fusedddp.bucket import Bucket, Chunk, is_shared
 from fusedddp.capturing import is_capturing
 from fusedddp.comm_hooks import CommHook
 from fusedddp.config import Options
@@ -101,6 +101,8 @@ class Reducer:
         self._undelivered: list[bool] | None = None
         # Whether the backward of the last forward is to be reduced; None if there is none to come.
         self.pending_forward: bool | None = None
+        # Which parameters had no gradient when a backward without reduction began.
+        self._was_none: list[bool] = []
         # Whether this backward accumulates into leaves, which torch.autograd.grad does not.
         self._accumulates = False
         self._late: list[int] = []
@@ -180,7 +182,7 @@ class Reducer:
         if torch._C._current_graph_task_id() != self._graph_task:
             self._drop_stale(index)
         if self.phase is Phase.IDLE:
-            self._begin_backward(self._hidden_forward_syncs)
+            self._begin_backward(self._hidden_forward_syncs, first=index)
         if self.phase is Phase.REDUCING:
             assert self.plan is not None
             bucket, chunk = self.plan.chunks[index]
@@ -351,7 +353,12 @@ class Reducer:
         self._overtaken = []
         self._accumulates = False
 
-    def _begin_backward(self, sync: bool) -> None:
+    def _begin_backward(self, sync: bool, first: int | None = None) -> None:
+        """
+        Args:
+            sync: whether the forward that it comes from was to be reduced.
+            first: the parameter that has received a gradient already, if it is what tells.
+        """
         syncs = self._requires_sync() and sync
         if syncs and is_capturing():
             self.rounds.check_capturable()
@@ -360,6 +367,9 @@ class Reducer:
         self._graph_task = torch._C._current_graph_task_id()
         if not syncs:
             self.phase = Phase.LOCAL
+            self._was_none = [param.grad is None for param in self.params]
+            if first is not None:
+                self._was_none[first] = True
         else:
             self.phase = Phase.RECORDING if self.plan is None else Phase.REDUCING
             self._undelivered = None
@@ -408,6 +418,7 @@ class Reducer:
                 self._fired_before = _either(self._fired_before, self._fired)
                 self._hidden_forward_syncs = True  # what a forward under no_sync asked for is done
                 self.pending_forward = None
+                self._detach_from_shared_memory()
                 if 1 in self._fired:
                     self.note_delivery()
             elif 1 in self._fired or self._may_use_nothing():
@@ -421,6 +432,25 @@ class Reducer:
             raise
         finally:
             self.phase = Phase.IDLE
+
+    def _detach_from_shared_memory(self) -> None:
+        """Gives gradients that a local backward has left memory that nobody else writes to.
+
+        Autograd takes what a node returns for `.grad` if there was none. The next backward would
+        add to it, and may write the same memory on its way. A `.grad` that was there before is
+        where the user wants it.
+        """
+        for param, fired, was_none in zip(self.params, self._fired, self._was_none, strict=True):
+            gradient = param.grad
+            if (
+                fired
+                and was_none
+                and gradient is not None
+                and gradient.layout == torch.strided
+                and not gradient.requires_grad
+                and is_shared(gradient)
+            ):
+                param.grad = gradient.clone()
 
     def _may_use_nothing(self) -> bool:
         """Whether a backward in which nothing fired is a round: other ranks may use parameters."""

@@ -308,6 +308,86 @@ def test_without_views_gradients_are_tensors_of_their_own(two_ranks: Ranks) -> N
     two_ranks.run(check_own_gradients)
 
 
+class _SameMemory(torch.autograd.Function):
+    """Returns its gradient in the same memory each time, as a graphed section does."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.memory = x, memory
+        return (x * weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        ctx.memory.copy_(gradient * ctx.x)
+        return None, None, ctx.memory.detach()
+
+
+class _Held:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Section(nn.Module):
+    """Returns its output where a wrapper finds it, or in an object where it does not."""
+
+    def __init__(self, *, hidden: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.memory = torch.zeros(3)
+        self.hidden = hidden
+
+    def forward(self, x: Tensor) -> Tensor | _Held:
+        out: Tensor = _SameMemory.apply(self.memory, x, self.weight)
+        return _Held(out) if self.hidden else out
+
+
+def check_section(rank: int, views: bool, hidden: bool) -> None:
+    section = Section(hidden=hidden)
+    model = fusedddp.wrap(section, gradient_as_bucket_view=views)
+
+    def backward(x: Tensor) -> None:
+        out = model(x)
+        (out.value if hidden else out).backward()
+
+    for step in range(4):  # recording and later rounds
+        x = torch.arange(3.0) + 10 * rank + step
+        for factor in (1, 2):
+            with model.no_sync():
+                backward(factor * x)
+        assert section.weight.grad.tolist() == (3 * x).tolist()
+        mean = torch.arange(3.0) + 5 + step
+        backward(4 * x)
+        assert section.weight.grad.tolist() == (7 * mean).tolist()
+        model.zero_grad()
+        for count in (1, 2, 3):  # each adds to what the one before it has reduced
+            backward(x)
+            assert section.weight.grad.tolist() == (count * mean).tolist()
+        model.zero_grad()
+
+
+@both_views
+@pytest.mark.parametrize("hidden", [False, True], ids=["", "hidden"])
+def test_gradients_in_memory_that_the_next_backward_writes(
+    two_ranks: Ranks, views: bool, hidden: bool
+) -> None:
+    two_ranks.run(check_section, views, hidden)
+
+
+def check_gradients_of_the_user(rank: int) -> None:
+    model = nn.Linear(3, 2)
+    wrapped = fusedddp.wrap(model)
+    flat = torch.zeros(8)
+    model.weight.grad, model.bias.grad = flat[:6].view(2, 3), flat[6:]
+    with wrapped.no_sync():
+        for _ in range(2):
+            wrapped(torch.full((1, 3), float(rank + 1))).sum().backward()
+    assert flat.tolist() == [2 * (rank + 1)] * 6 + [2, 2]
+
+
+def test_gradients_where_the_user_put_them_are_added_to(two_ranks: Ranks) -> None:
+    two_ranks.run(check_gradients_of_the_user)
+
+
 def check_ignored(rank: int) -> None:
     model = mlp()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])

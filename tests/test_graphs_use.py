@@ -483,6 +483,9 @@ def check_sections(rank: int, device: str) -> None:
             losses = []
             for x in xs:
                 optimizer.zero_grad()
+                for factor in (1, 2, 3):
+                    with model.no_sync():
+                        model(factor * x).square().mean().backward()
                 loss = model(x).square().mean()
                 loss.backward()
                 optimizer.step()
