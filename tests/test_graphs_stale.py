@@ -27,8 +27,8 @@ _Patch = tuple[type, str, Any]
 _CHANGE: _Patch = (Bindings, "find_change", lambda self: None)
 _RENEW: _Patch = (Bindings, "renew", lambda self: None)
 _MODE: _Patch = (Participants, "mode", lambda self, device_type: None)
-_LEAVE: _Patch = (Exit, "restore", lambda self: None)
-_FILL: _Patch = (Entry, "fill", lambda self: None)
+_LEAVE: _Patch = (Exit, "restore", lambda self, found: None)
+_FILL: _Patch = (Entry, "fill", lambda self, found: None)
 _FITS: _Patch = (Entry, "fits", lambda self, found: True)
 
 
@@ -117,8 +117,12 @@ def hold_no_sync(case: Training) -> None:
     case.model.require_backward_grad_sync = False
 
 
-def nothing(case: Training) -> None:
-    pass
+def set_dropout(case: Training) -> None:
+    case.model.module.drop.p = 0.9
+
+
+def set_momentum(case: Training) -> None:
+    case.model.module.norm.momentum = 0.9
 
 
 _Case = tuple[Callable[[Training], None], dict[str, Any], list[_Patch]]
@@ -134,6 +138,8 @@ CASES: dict[str, _Case] = {
     "buffers loaded": (load_buffers, {"name": "buffers"}, []),
     "optimizer loaded": (load_optimizer, {}, [_CHANGE]),
     "optimizer state replaced": (replace_optimizer_state, {}, [_CHANGE]),
+    "rate of dropout": (set_dropout, {"name": "dropout"}, [_CHANGE]),
+    "momentum of a norm": (set_momentum, {"name": "buffers"}, [_CHANGE]),
     "evaluation": (evaluate, {"name": "dropout"}, [_MODE]),
     "gradients dropped": (drop_gradients, {"name": "no zero"}, [_FITS]),
     "gradients dropped for good": (drop_gradients, {}, [_LEAVE]),
@@ -227,7 +233,7 @@ def check_scheduler(rank: int, device: str) -> None:
         case = plain(device, group, lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(case.optimizer, 1, gamma=0.9)
         with fusedddp.make_graphed_step(case.step, (xs[0],)) as step:
-            with pytest.raises(RuntimeError, match=r"lr of an optimizer was .* use a tensor lr"):
+            with pytest.raises(RuntimeError, match=r"lr was 0.0\d* and is 0.* in AdamW\. .* use a tensor lr"):
                 for x in xs:
                     step(x)
                     scheduler.step()

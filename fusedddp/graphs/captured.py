@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedddp.graphs.backend import Backend, Graph
-from fusedddp.graphs.gradients import Entry, Exit, bucket_memory
+from fusedddp.graphs.gradients import Entry, Exit, Gradients, bucket_memory
 from fusedddp.graphs.participants import Participants
 from fusedddp.graphs.signature import Outputs, fill
 from fusedddp.graphs.staleness import Bindings
@@ -58,16 +58,20 @@ class CapturedStep:
         ]
         self._memory = bucket_memory(participants.wrappers)
 
-    def replay(self, tensors: Sequence[Tensor]) -> Any:
+    def replay(self, tensors: Sequence[Tensor], gradients: Gradients) -> Any:
         """Trains one step on `tensors`, and returns what the step returns.
+
+        Args:
+            tensors: those of the call.
+            gradients: those that there are.
 
         A replay runs no Python of the step. What the step leaves behind in Python, which is
         `.grad` and what wrappers note of a backward, is put in place here.
         """
         fill(self._placeholders, tensors)
-        self.entry.fill()
+        self.entry.fill(gradients)
         self._backend.replay(self._graph)
-        self._exit.restore()
+        self._exit.restore(gradients)
         for wrapper, reducer, accumulated, syncs_params in self._wrappers:
             reducer.accumulated = accumulated
             reducer.note_delivery()

@@ -6,8 +6,10 @@ None in the place of a `.grad`, and another graph leaves gradients of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +20,29 @@ from torch.utils._pytree import tree_leaves
 from fusedddp.bucket import Bucket
 from fusedddp.module import FusedDDP
 
+_grad: Callable[[Parameter], Tensor | None] = operator.attrgetter("grad")
 
-def pattern(params: Iterable[Parameter]) -> bytes:
-    """One byte per parameter: 1 if it has a gradient."""
-    return bytes([param.grad is not None for param in params])
+
+class Gradients(NamedTuple):
+    """The `.grad` of all parameters at some time, asked for once, since asking takes time.
+
+    Attributes:
+        tensors: `.grad` of each.
+        pattern: one byte for each, 1 if there is one.
+    """
+
+    tensors: list[Tensor | None]
+    pattern: bytes
+
+    @classmethod
+    def of(cls, params: Iterable[Parameter]) -> Gradients:
+        tensors = [*map(_grad, params)]
+        return cls(tensors, bytes([tensor is not None for tensor in tensors]))
+
+    def addresses(self) -> list[int | None]:
+        if 0 in self.pattern:
+            return [None if tensor is None else tensor.data_ptr() for tensor in self.tensors]
+        return [*map(Tensor.data_ptr, self.tensors)]  # type: ignore[arg-type]
 
 
 class Entry:
@@ -33,20 +54,20 @@ class Entry:
     """
 
     def __init__(self, params: Sequence[Parameter], dropped: set[int]) -> None:
-        self._positions = [i for i, param in enumerate(params) if id(param) not in dropped]
-        self._params = [params[i] for i in self._positions]
-        self._tensors = [param.grad for param in self._params]
-        self._pattern = bytes([tensor is not None for tensor in self._tensors])
+        used = [(i, param.grad) for i, param in enumerate(params) if id(param) not in dropped]
+        self._is_used = bytes([id(param) not in dropped for param in params])
+        self._pattern = bytes([tensor is not None for _, tensor in used])
+        self._destinations = [(i, tensor) for i, tensor in used if tensor is not None]
 
-    def fits(self, found: bytes) -> bool:
-        """Whether a step may begin with a gradient where `found` says so."""
-        return bytes([found[i] for i in self._positions]) == self._pattern
+    def fits(self, found: Gradients) -> bool:
+        """Whether the step may begin with these gradients."""
+        return bytes(compress(found.pattern, self._is_used)) == self._pattern
 
-    def fill(self) -> None:
-        """Puts the gradients that are there now where the graph reads them."""
-        for param, tensor in zip(self._params, self._tensors, strict=True):
-            gradient = param.grad
-            if tensor is not None and gradient is not None and gradient is not tensor:
+    def fill(self, found: Gradients) -> None:
+        """Puts gradients where the graph reads them."""
+        for index, tensor in self._destinations:
+            gradient = found.tensors[index]
+            if gradient is not None and gradient is not tensor:
                 tensor.data.copy_(gradient.detach())
 
 
@@ -60,7 +81,7 @@ class Exit:
     def __init__(self, params: Sequence[Parameter], wrappers: Iterable[FusedDDP]) -> None:
         views = _slot_views(wrappers)
         self._params = list(params)
-        self._addresses = _addresses(params)
+        self._addresses = Gradients.of(params).addresses()
         # Where each gradient is taken from, and whether that is a slot.
         self._sources: list[tuple[Tensor | None, bool]] = []
         for param in params:
@@ -70,13 +91,17 @@ class Exit:
             else:
                 self._sources.append((gradient, False))
 
-    def restore(self) -> None:
-        """Makes `.grad` of each parameter what the graph has written."""
-        found = _addresses(self._params)
-        if found == self._addresses:
+    def restore(self, found: Gradients) -> None:
+        """Makes `.grad` of each parameter what the graph has written.
+
+        Args:
+            found: what they are.
+        """
+        addresses = found.addresses()
+        if addresses == self._addresses:
             return
         for param, address, expected, (source, is_slot) in zip(
-            self._params, found, self._addresses, self._sources, strict=True
+            self._params, addresses, self._addresses, self._sources, strict=True
         ):
             if address != expected:
                 param.grad = _alias(source, param) if source is not None and is_slot else source
@@ -132,10 +157,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def bucket_memory(wrappers: Iterable[FusedDDP]) -> list[Any]:
     """Flat buffers and pointer tables, which a graph needs for as long as it lives."""
     return [bucket.slots for wrapper in wrappers for bucket in wrapper.reducer.buckets]
-
-
-def _addresses(params: Iterable[Parameter]) -> list[int | None]:
-    return [None if g is None else g.data_ptr() for g in [param.grad for param in params]]
 
 
 def _slot_views(wrappers: Iterable[FusedDDP]) -> dict[int, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
@@ -115,8 +116,8 @@ class Participants:
             torch.is_autocast_enabled(device_type),
             torch.get_autocast_dtype(device_type),
             torch.are_deterministic_algorithms_enabled(),
-            tuple([module.training for module in self.modules]),
-            tuple([param.requires_grad for param in self.params]),
+            bytes(map(_training, self.modules)),
+            bytes(map(_requires_grad, self.params)),
             tuple(
                 [
                     (
@@ -147,6 +148,9 @@ class Participants:
                     return f"{key} of {type(optimizer).__name__} is a tensor on {value.device}"
         return None
 
+
+_training = operator.attrgetter("training")
+_requires_grad = operator.attrgetter("requires_grad")
 
 # Keys of param_groups that schedulers keep for themselves.
 SCHEDULER_KEYS = frozenset(

@@ -1,20 +1,40 @@
 """What a graph has baked in by address or by value, and whether it still holds.
 
-Taken at the capture and again before each replay; both are flat lists that compare fast.
+Taken at the capture and again before each replay. The latter is on the host's way to the next step,
+so long lists are made and compared in C (`map`, `itemgetter`), and put into words only where they
+differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from fusedddp.graphs.participants import SCHEDULER_KEYS, Participants
+from fusedddp.module import FusedDDP
 
 _SCALER_SETTINGS = ("_enabled", "_growth_factor", "_backoff_factor", "_growth_interval")
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+class _Part(NamedTuple):
+    """Things of one kind that a graph depends on.
+
+    Attributes:
+        take: gives them as they are now. LookupError stands for a change.
+        is_same: compares two of these lists.
+        change: what to say if they differ.
+    """
+
+    take: Callable[[], list[Any]]
+    is_same: Callable[[list[Any], list[Any]], bool]
+    change: str
 
 
 class Bindings:
@@ -26,13 +46,39 @@ class Bindings:
 
     def __init__(self, participants: Participants) -> None:
         self._participants = participants
-        self._dicts = [
+        self._members: list[dict[str, Any]] = [
             values
             for module in participants.modules
             for values in (module._parameters, module._buffers, module._modules)
             if values
         ]
-        self._values, self._kept = self._take()
+        # Of wrappers other things count, see below.
+        self._watch_numbers(
+            (module, _Fields(module.__dict__, _plain_attributes(module)))
+            for module in participants.modules
+            if not isinstance(module, FusedDDP)
+        )
+        self._options = [
+            [_Fields(group, _option_keys(group)) for group in optimizer.param_groups]
+            for optimizer in participants.optimizers
+        ]
+        equal = operator.eq
+        self._parts = [
+            _Part(self._take_params, equal, "a parameter was moved to other memory"),
+            _Part(self._take_buffers, equal, "a buffer was moved to other memory"),
+            _Part(self._take_members, _are_same, "a parameter, buffer or submodule was replaced"),
+            _Part(self._take_states, _are_same, "the state of an optimizer was replaced"),
+            _Part(self._take_trained, _are_same, "an optimizer trains other parameters"),
+            _Part(
+                self._take_wrappers,
+                _are_same,
+                "the wrapper has another process group, buckets or communication hook",
+            ),
+            _Part(self._take_scaler, _are_same, "the gradient scaler was replaced"),
+            _Part(self._take_settings, equal, "the gradient scaler was set differently"),
+        ]
+        # Kept alive, so that nothing new is taken for what it took the place of.
+        self._kept = [part.take() for part in self._parts]
         # Tensors among the hyper-parameters: where each is found, and what it is.
         self._tensor_options = [
             (optimizer, index, key, value)
@@ -43,41 +89,53 @@ class Bindings:
         ]
         self._option_versions = [value._version for *_, value in self._tensor_options]
 
-    def _take(self) -> tuple[dict[str, list[Any]], list[Any]]:
-        """What there is now by name; objects whose `id` counts, to be kept alive with it."""
-        world = self._participants
-        members = list(chain.from_iterable([values.values() for values in self._dicts]))
-        states = [optimizer.state for optimizer in world.optimizers]
-        state_values = list(
-            chain.from_iterable(
-                chain.from_iterable([v.values() for v in s.values()] for s in states)
-            )
-        )
-        wrapper_parts: list[Any] = []
-        for wrapper in world.wrappers:
-            rounds = wrapper.reducer.rounds
-            wrapper_parts += [
-                wrapper.reducer, wrapper.process_group, rounds.comm_hook, rounds.plan
-            ]  # fmt: skip
-        options = list(chain.from_iterable(_options(o) for o in world.optimizers))
-        scaler = world.scaler
-        scale = [] if scaler is None else [scaler._scale, scaler._growth_tracker]
-        values = {
-            "parameters": [*map(Tensor.data_ptr, world.params)],
-            "buffers": [*map(Tensor.data_ptr, world.buffers)],
-            "members of the modules": [*map(id, members)],
-            "hyper-parameters": [id(v) if isinstance(v, Tensor) else v for v in options],
-            "state of the optimizer": [*map(id, states), *map(id, state_values)],
-            "wrapper": [
-                *map(id, wrapper_parts),
-                *[w.reducer.rounds.collective.divide_factor for w in world.wrappers],
-            ],
-            "scaler": [
-                *map(id, scale),
-                *([] if scaler is None else [getattr(scaler, k, None) for k in _SCALER_SETTINGS]),
-            ],
-        }
-        return values, [members, states, state_values, wrapper_parts, options, scale]
+    def _watch_numbers(self, numbers: Iterable[tuple[Module, _Fields]]) -> None:
+        self._numbers = list(numbers)
+        # The same in a form that is compared faster.
+        self._number_getters = [(each.get, module.__dict__) for module, each in self._numbers]
+        self._kept_numbers = [each.kept for _, each in self._numbers]
+
+    # -- what there is now -----------------------------------------------------------------------
+
+    def _take_params(self) -> list[Any]:
+        return [*map(Tensor.data_ptr, self._participants.params)]
+
+    def _take_buffers(self) -> list[Any]:
+        return [*map(Tensor.data_ptr, self._participants.buffers)]
+
+    def _take_members(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._members))]
+
+    def _take_states(self) -> list[Any]:
+        states = [optimizer.state for optimizer in self._participants.optimizers]
+        of_params = [*chain.from_iterable(map(dict.values, states))]
+        try:
+            return [*states, *chain.from_iterable(map(dict.values, of_params))]
+        except TypeError:  # an optimizer that keeps other things than a dict for each parameter
+            return [*states, *of_params]
+
+    def _take_trained(self) -> list[Any]:
+        groups = [group for o in self._participants.optimizers for group in o.param_groups]
+        return [*chain.from_iterable(group["params"] for group in groups)]
+
+    def _take_wrappers(self) -> list[Any]:
+        found: list[Any] = []
+        for wrapper in self._participants.wrappers:
+            reducer = wrapper.reducer
+            found += [reducer, wrapper.process_group, reducer.rounds.comm_hook, reducer.plan]
+        return found
+
+    def _take_scaler(self) -> list[Any]:
+        scaler = self._participants.scaler
+        return [] if scaler is None else [scaler._scale, scaler._growth_tracker]
+
+    def _take_settings(self) -> list[Any]:
+        scaler = self._participants.scaler
+        settings = [getattr(scaler, name, None) for name in _SCALER_SETTINGS]
+        wrappers = self._participants.wrappers
+        return [*settings, *[w.reducer.rounds.collective.divide_factor for w in wrappers]]
+
+    # -- between calls ---------------------------------------------------------------------------
 
     def renew(self) -> None:
         """Puts tensors back whose place among the hyper-parameters was taken by another value.
@@ -102,42 +160,44 @@ class Bindings:
 
     def find_change(self) -> str | None:
         """What is not as it was, in words; None if nothing is."""
-        now, _ = self._take()
-        if now == self._values:
-            return None
-        return next(self._describe(now))
+        for part, kept in zip(self._parts, self._kept, strict=True):
+            if not part.is_same(part.take(), kept):
+                return part.change
+        return self._find_changed_option() or self._find_changed_number()
 
-    def _describe(self, now: dict[str, list[Any]]) -> Iterator[str]:
-        for name, before in self._values.items():
-            if now[name] == before:
-                continue
-            if name == "hyper-parameters":
-                yield from self._describe_options(before, now[name])
-            yield {
-                "parameters": "a parameter was moved to other memory",
-                "buffers": "a buffer was moved to other memory",
-                "members of the modules": "a parameter, buffer or submodule was replaced",
-                "hyper-parameters": "the hyper-parameters of an optimizer changed",
-                "state of the optimizer": "the state of an optimizer was replaced",
-                "wrapper": "the wrapper has another process group, buckets or communication hook",
-                "scaler": "the gradient scaler was replaced or set differently",
-            }[name]
+    def _find_changed_option(self) -> str | None:
+        for optimizer, fields in zip(self._participants.optimizers, self._options, strict=True):
+            groups = optimizer.param_groups
+            if len(groups) != len(fields):
+                return "an optimizer has another number of parameter groups"
+            for each, group in zip(fields, groups, strict=True):
+                found = each.read(group)
+                if not _are_same(found, each.kept):
+                    change = each.describe_change(found)
+                    if change is not None:
+                        return f"{change} in {type(optimizer).__name__}"
+        return None
 
-    def _describe_options(self, before: list[Any], now: list[Any]) -> Iterator[str]:
-        keys = [
-            key
-            for optimizer in self._participants.optimizers
-            for group in optimizer.param_groups
-            for key in [None, *[k for k in group if k != "params" and k not in SCHEDULER_KEYS]]
-        ]
-        if len(keys) == len(before) == len(now):
-            for key, was, is_ in zip(keys, before, now, strict=True):
-                if was != is_:
-                    what = key or "the list of parameters"
-                    yield f"{what} of an optimizer was {was} and is {is_}"
+    def _find_changed_number(self) -> str | None:
+        try:
+            if [get(values) for get, values in self._number_getters] == self._kept_numbers:
+                return None
+        except LookupError:
+            pass  # one is missing
+        return next(
+            (
+                f"{change} in {type(module).__name__}"
+                for module, each in self._numbers
+                for change in [each.describe_change(each.read(module.__dict__))]
+                if change is not None
+            ),
+            None,
+        )
 
     def find_change_inside(self) -> str | None:
         """What the captured step itself has changed since, and would change once more each time."""
+        # A number that the step itself changes (a counter) is frozen, and nobody's setting.
+        self._watch_numbers((m, each.without_changed(m.__dict__)) for m, each in self._numbers)
         change = self.find_change()
         if change is not None:
             return change
@@ -149,9 +209,66 @@ class Bindings:
         return None
 
 
-def _options(optimizer: Any) -> Iterator[Any]:
-    for group in optimizer.param_groups:
-        yield tuple(map(id, group["params"]))
-        for key, value in group.items():
-            if key != "params" and key not in SCHEDULER_KEYS:
-                yield value
+class _Fields:
+    """Some values of a dict that a graph has baked in.
+
+    Args:
+        values: the dict.
+        keys: which of them.
+
+    Attributes:
+        keys: theirs.
+        get: gives them as they are in a dict; raises KeyError if one is missing.
+        kept: what they were.
+    """
+
+    def __init__(self, values: dict[str, Any], keys: list[str]) -> None:
+        self.keys = keys
+        # One key more than there are, since itemgetter gives a tuple only for several.
+        self.get = operator.itemgetter(*keys, *keys[:1]) if keys else lambda _: ()
+        self.kept = self.read(values)
+
+    def read(self, values: dict[str, Any]) -> tuple[Any, ...]:
+        """What they are in `values`, which may have taken the place of the dict."""
+        try:
+            found: tuple[Any, ...] = self.get(values)
+        except KeyError:
+            return tuple(values.get(key, "missing") for key in self.keys)
+        return found
+
+    def without_changed(self, values: dict[str, Any]) -> _Fields:
+        """The same but for those that have changed."""
+        now = dict(zip(self.keys, self.read(values), strict=False))
+        before = dict(zip(self.keys, self.kept, strict=False))
+        return _Fields(values, [key for key in self.keys if now[key] == before[key]])
+
+    def describe_change(self, found: tuple[Any, ...]) -> str | None:
+        """Which of them differs from `found`, in words; None if none does."""
+        for key, was, is_ in zip(self.keys, self.kept, found, strict=False):
+            if not _is_equal(was, is_):
+                return f"{key} was {was} and is {is_}"
+        return None
+
+
+def _are_same(found: Sequence[Any], kept: Sequence[Any]) -> bool:
+    """Whether two lists have the same objects."""
+    return len(found) == len(kept) and all(map(operator.is_, found, kept))
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two hyper-parameters are the same tensors, or equal in all else."""
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b
+    return bool(a == b)
+
+
+def _option_keys(group: dict[str, Any]) -> list[str]:
+    return [key for key in group if key != "params" and key not in SCHEDULER_KEYS]
+
+
+def _plain_attributes(module: Module) -> list[str]:
+    """The attributes of a module that are plain values, such as the rate of a dropout."""
+    names = [key for key, value in module.__dict__.items() if isinstance(value, _PLAIN)]
+    return [name for name in names if name != "training"]  # leads to another graph

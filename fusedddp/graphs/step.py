@@ -18,7 +18,7 @@ from fusedddp.graphs import agreement, ending
 from fusedddp.graphs.backend import Backend
 from fusedddp.graphs.captured import CapturedStep
 from fusedddp.graphs.errors import translate
-from fusedddp.graphs.gradients import Entry, find_dropped, pattern
+from fusedddp.graphs.gradients import Entry, Gradients, find_dropped
 from fusedddp.graphs.participants import Participants
 from fusedddp.graphs.signature import (
     Inputs,
@@ -127,7 +127,8 @@ class GraphedStep:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = flatten_inputs(args, kwargs, self._device_type)
-        found = self._find(inputs)
+        gradients = Gradients.of(self._participants.params)
+        found = self._find(inputs, gradients)
         if found is not None:
             found.bindings.renew()
             change = found.bindings.find_change()
@@ -142,13 +143,13 @@ class GraphedStep:
             found = self._capture(inputs)
             if found is None:  # it turned out that it cannot be one
                 return detached(self._step(*args, **kwargs))
+            gradients = Gradients.of(self._participants.params)  # parameters may be new
         self._num_calls += 1
         found.last_use = self._num_calls
         self._last_inputs = inputs
-        return found.replay(inputs.tensors)
+        return found.replay(inputs.tensors, gradients)
 
-    def _find(self, inputs: Inputs) -> CapturedStep | None:
-        gradients = pattern(self._participants.params)
+    def _find(self, inputs: Inputs, gradients: Gradients) -> CapturedStep | None:
         for graph in self._graphs.get(self._key(inputs), ()):
             if graph.entry.fits(gradients):
                 return graph
