@@ -69,6 +69,11 @@ def is_installed(place: Place | None) -> bool:
     return place is not None and any(part in place.file for part in _INSTALLED)
 
 
+def is_users_own(file: str) -> bool:
+    """Whether a file is the user's and not that of an installed package."""
+    return owner_of(file) == USER and not any(part in file for part in _INSTALLED)
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where an event comes from.

@@ -150,17 +150,19 @@ def check_new_state(rank: int, device: str) -> None:
             model = nn.Linear(20, 5).to(device)
             optimizer = make(model.parameters())
 
-            def step(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            def step(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
                 optimizer.zero_grad()
-                model(x).square().sum().backward()
+                loss = model(x).square().sum()
+                loss.backward()
                 optimizer.step()
+                return loss
 
             (x,) = batches(1, rank, device)
             if isinstance(optimizer, torch.optim.SGD):
                 with pytest.raises(RuntimeError, match="Run one step eagerly before"):
                     fusedddp.make_graphed_step(lambda x, step=step: step(x), (x,))
                 step(x)
-                assert fusedddp.make_graphed_step(lambda x, step=step: step(x), (x,))(x) is None
+                fusedddp.make_graphed_step(lambda x, step=step: step(x), (x,))(x)
             elif device == "cuda":
                 graphed = fusedddp.make_graphed_step(lambda x, step=step: step(x), (x,))
                 assert optimizer.state[model.bias]["mu_product"].item() == 1.0
@@ -324,14 +326,20 @@ def check_arguments(rank: int, device: str) -> None:
             (lambda: make(len, (x,), warmup=0), ValueError, "warmup: expected a whole number"),
             (lambda: make(len, (x,), max_graphs=None), ValueError, "max_graphs: expected"),
             (lambda: make(len, (x,), enabled="yes"), TypeError, "enabled: expected True"),
-            (lambda: make(len, (x,), model=3), TypeError, "'int' object is not iterable"),
-            (lambda: make(len, (x,), optimizer=[3]), TypeError, "optimizer: expected a Optimizer"),
+            (lambda: make(len, (x,), model=3), TypeError, "model: expected a Module or several"),
+            (
+                lambda: make(len, (x,), optimizer=[3]),
+                TypeError,
+                "optimizer: expected an Optimizer or several, found int",
+            ),
             (lambda: make((len, len), (x,)), ValueError, "pass model=model"),
             (lambda: make(len, (x,)), TypeError, r"found 2 \(int\)"),
         ):
             with pytest.raises(kind, match=text):
                 call()
-        assert make(lambda x: None, (x,))(x) is None
+        for result in (None, (), {"name": "x", "loss": None}):
+            with pytest.raises(TypeError, match=r"to return a tensor, found .* return the loss"):
+                make(lambda x, result=result: result, (x,))
 
 
 def test_arguments_that_make_no_sense(on_rank: _Run) -> None:

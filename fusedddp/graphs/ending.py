@@ -9,9 +9,24 @@ import atexit
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
+
+_T = TypeVar("_T")
+
+
+class Closing:
+    """What is closed at the end of its `with` block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self: _T) -> _T:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _Live(Protocol):

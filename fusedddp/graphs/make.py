@@ -43,8 +43,9 @@ def make_graphed_step(
     at the first such call. Ranks must meet new ones in the same calls. What a graph has baked in is
     looked at in each call, and the graph is captured anew, with a line in the log, if a learning
     rate that is a number has changed, a checkpoint has been loaded into the optimizer, parameters
-    or buffers were replaced or moved, or the wrapper has other buckets. A learning rate that is a
-    tensor needs no new graph.
+    or buffers were replaced or moved, the wrapper has other buckets, or globals, free variables or
+    attributes that the step reads have other values. A learning rate that is a tensor needs no new
+    graph.
 
     Not looked at: Python that the step runs besides (counters, schedulers, random numbers of
     Python or NumPy), and hooks that are registered later: that happens at the capture, and never
@@ -52,7 +53,7 @@ def make_graphed_step(
 
     Args:
         step: a function of tensors, containers of them and plain values (numbers, strings, None).
-            It may return tensors in any structure, or nothing. Or two functions, `backward` and
+            It returns tensors, the loss mostly, in any structure. Or two functions, `backward` and
             `update`, the second without arguments: then gradients are averaged eagerly between two
             graphs. Use that if the collectives cannot be captured (gloo). `backward` runs under
             ``no_sync``; give `model` with it.
@@ -124,7 +125,9 @@ def make_graphed_step(
         _require_plain_average(participants)
     device_type, backend = _choose_backend(tensors_of(participants, args, kwargs), enabled)
 
-    def make(function: Callable[..., Any], world: Participants) -> GraphedStep:
+    def make(
+        function: Callable[..., Any], world: Participants, *, must_return: bool = True
+    ) -> GraphedStep:
         return GraphedStep(
             function,
             world,
@@ -134,6 +137,7 @@ def make_graphed_step(
             max_graphs=max_graphs,
             pool=pool,
             insists=enabled is True,
+            must_return=must_return,
         )
 
     graphed: GraphedStep | SplitStep = make(functions[0], participants)
@@ -142,7 +146,7 @@ def make_graphed_step(
         for root in participants.roots:
             own.add_module(root)
         assert isinstance(graphed, GraphedStep)
-        graphed = SplitStep(graphed, make(functions[1], own), participants)
+        graphed = SplitStep(graphed, make(functions[1], own, must_return=False), participants)
     try:
         graphed.prepare(args, kwargs)
     except BaseException:
@@ -207,10 +211,14 @@ def _require_count(name: str, value: object) -> None:
 
 
 def _as_list(value: Any, kind: type, name: str) -> list[Any]:
-    values = [] if value is None else [value] if isinstance(value, kind) else list(value)
+    if value is None or isinstance(value, kind):
+        return [] if value is None else [value]
+    values = list(value) if isinstance(value, Iterable) else [value]
     for item in values:
         if not isinstance(item, kind):
+            article = "an" if kind is Optimizer else "a"
             raise TypeError(
-                f"{name}: expected a {kind.__name__} or several, found {type(item).__name__}"
+                f"{name}: expected {article} {kind.__name__} or several, found "
+                f"{type(item).__name__}"
             )
     return values

@@ -108,6 +108,9 @@ class Outputs:
         result: the return value.
         device_type: where its tensors have to be.
 
+    Attributes:
+        has_tensors: whether it holds any.
+
     Raises:
         TypeError: something in it that is neither a tensor nor None nor a string.
         ValueError: a tensor on another device, which a replay would not write.
@@ -130,6 +133,7 @@ class Outputs:
                     "Return a tensor, or leave it out."
                 )
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
 
     def read(self) -> Any:
         """Copies, which the next replay does not overwrite, in the step's own structure."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import Any
 
+from fusedddp.graphs import ending
 from fusedddp.graphs.participants import Participants
 from fusedddp.graphs.step import GraphedStep
 from fusedddp.manual import all_reduce_gradients
 
 
-class SplitStep:
+class SplitStep(ending.Closing):
     """Backward in one graph, gradients averaged eagerly, update in another graph.
 
     Args:
@@ -58,14 +58,3 @@ class SplitStep:
     def close(self) -> None:
         self._backward.close()
         self._update.close()
-
-    def __enter__(self) -> SplitStep:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -8,7 +8,7 @@ differ.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from fusedddp.graphs.fields import PLAIN, Fields, are_same
 from fusedddp.graphs.participants import SCHEDULER_KEYS, Participants
+from fusedddp.graphs.variables import find_variables
 from fusedddp.module import FusedDDP
 
 _SCALER_SETTINGS = ("_enabled", "_growth_factor", "_backoff_factor", "_growth_interval")
-_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 class _Part(NamedTuple):
@@ -42,10 +43,12 @@ class Bindings:
 
     Args:
         participants: what the captured step trains with.
+        step: that step.
     """
 
-    def __init__(self, participants: Participants) -> None:
+    def __init__(self, participants: Participants, step: Callable[..., Any]) -> None:
         self._participants = participants
+        self._variables = find_variables(step, participants.modules)
         self._members: list[dict[str, Any]] = [
             values
             for module in participants.modules
@@ -54,27 +57,27 @@ class Bindings:
         ]
         # Of wrappers other things count, see below.
         self._watch_numbers(
-            (module, _Fields(module.__dict__, _plain_attributes(module)))
+            (module, Fields(module.__dict__, _plain_attributes(module)))
             for module in participants.modules
             if not isinstance(module, FusedDDP)
         )
         self._options = [
-            [_Fields(group, _option_keys(group)) for group in optimizer.param_groups]
+            [Fields(group, _option_keys(group)) for group in optimizer.param_groups]
             for optimizer in participants.optimizers
         ]
         equal = operator.eq
         self._parts = [
             _Part(self._take_params, equal, "a parameter was moved to other memory"),
             _Part(self._take_buffers, equal, "a buffer was moved to other memory"),
-            _Part(self._take_members, _are_same, "a parameter, buffer or submodule was replaced"),
-            _Part(self._take_states, _are_same, "the state of an optimizer was replaced"),
-            _Part(self._take_trained, _are_same, "an optimizer trains other parameters"),
+            _Part(self._take_members, are_same, "a parameter, buffer or submodule was replaced"),
+            _Part(self._take_states, are_same, "the state of an optimizer was replaced"),
+            _Part(self._take_trained, are_same, "an optimizer trains other parameters"),
             _Part(
                 self._take_wrappers,
-                _are_same,
+                are_same,
                 "the wrapper has another process group, buckets or communication hook",
             ),
-            _Part(self._take_scaler, _are_same, "the gradient scaler was replaced"),
+            _Part(self._take_scaler, are_same, "the gradient scaler was replaced"),
             _Part(self._take_settings, equal, "the gradient scaler was set differently"),
         ]
         # Kept alive, so that nothing new is taken for what it took the place of.
@@ -89,7 +92,7 @@ class Bindings:
         ]
         self._option_versions = [value._version for *_, value in self._tensor_options]
 
-    def _watch_numbers(self, numbers: Iterable[tuple[Module, _Fields]]) -> None:
+    def _watch_numbers(self, numbers: Iterable[tuple[Module, Fields]]) -> None:
         self._numbers = list(numbers)
         # The same in a form that is compared faster.
         self._number_getters = [(each.get, module.__dict__) for module, each in self._numbers]
@@ -163,7 +166,11 @@ class Bindings:
         for part, kept in zip(self._parts, self._kept, strict=True):
             if not part.is_same(part.take(), kept):
                 return part.change
-        return self._find_changed_option() or self._find_changed_number()
+        return (
+            self._find_changed_option()
+            or self._find_changed_number()
+            or self._find_changed_variable()
+        )
 
     def _find_changed_option(self) -> str | None:
         for optimizer, fields in zip(self._participants.optimizers, self._options, strict=True):
@@ -171,32 +178,30 @@ class Bindings:
             if len(groups) != len(fields):
                 return "an optimizer has another number of parameter groups"
             for each, group in zip(fields, groups, strict=True):
-                found = each.read(group)
-                if not _are_same(found, each.kept):
-                    change = each.describe_change(found)
-                    if change is not None:
-                        return f"{change} in {type(optimizer).__name__}"
+                change = each.find_change(group)
+                if change is not None:
+                    return f"{change.key} {change.what} in {type(optimizer).__name__}"
         return None
 
     def _find_changed_number(self) -> str | None:
         try:
             if [get(values) for get, values in self._number_getters] == self._kept_numbers:
                 return None
-        except LookupError:
+        except KeyError:
             pass  # one is missing
-        return next(
-            (
-                f"{change} in {type(module).__name__}"
-                for module, each in self._numbers
-                for change in [each.describe_change(each.read(module.__dict__))]
-                if change is not None
-            ),
-            None,
-        )
+        for module, each in self._numbers:
+            change = each.find_change(module.__dict__)
+            if change is not None:
+                return f"{change.key} {change.what} in {type(module).__name__}"
+        return None
+
+    def _find_changed_variable(self) -> str | None:
+        return next(filter(None, (each.find_change() for each in self._variables)), None)
 
     def find_change_inside(self) -> str | None:
         """What the captured step itself has changed since, and would change once more each time."""
-        # A number that the step itself changes (a counter) is frozen, and nobody's setting.
+        # What the step itself changes, a counter perhaps, is nobody's setting.
+        self._variables = [each.without_changed() for each in self._variables]
         self._watch_numbers((m, each.without_changed(m.__dict__)) for m, each in self._numbers)
         change = self.find_change()
         if change is not None:
@@ -209,66 +214,11 @@ class Bindings:
         return None
 
 
-class _Fields:
-    """Some values of a dict that a graph has baked in.
-
-    Args:
-        values: the dict.
-        keys: which of them.
-
-    Attributes:
-        keys: theirs.
-        get: gives them as they are in a dict; raises KeyError if one is missing.
-        kept: what they were.
-    """
-
-    def __init__(self, values: dict[str, Any], keys: list[str]) -> None:
-        self.keys = keys
-        # One key more than there are, since itemgetter gives a tuple only for several.
-        self.get = operator.itemgetter(*keys, *keys[:1]) if keys else lambda _: ()
-        self.kept = self.read(values)
-
-    def read(self, values: dict[str, Any]) -> tuple[Any, ...]:
-        """What they are in `values`, which may have taken the place of the dict."""
-        try:
-            found: tuple[Any, ...] = self.get(values)
-        except KeyError:
-            return tuple(values.get(key, "missing") for key in self.keys)
-        return found
-
-    def without_changed(self, values: dict[str, Any]) -> _Fields:
-        """The same but for those that have changed."""
-        now = dict(zip(self.keys, self.read(values), strict=False))
-        before = dict(zip(self.keys, self.kept, strict=False))
-        return _Fields(values, [key for key in self.keys if now[key] == before[key]])
-
-    def describe_change(self, found: tuple[Any, ...]) -> str | None:
-        """Which of them differs from `found`, in words; None if none does."""
-        for key, was, is_ in zip(self.keys, self.kept, found, strict=False):
-            if not _is_equal(was, is_):
-                return f"{key} was {was} and is {is_}"
-        return None
-
-
-def _are_same(found: Sequence[Any], kept: Sequence[Any]) -> bool:
-    """Whether two lists have the same objects."""
-    return len(found) == len(kept) and all(map(operator.is_, found, kept))
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    """Whether two hyper-parameters are the same tensors, or equal in all else."""
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(_is_equal, a, b))
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return a is b
-    return bool(a == b)
-
-
 def _option_keys(group: dict[str, Any]) -> list[str]:
     return [key for key in group if key != "params" and key not in SCHEDULER_KEYS]
 
 
 def _plain_attributes(module: Module) -> list[str]:
     """The attributes of a module that are plain values, such as the rate of a dropout."""
-    names = [key for key, value in module.__dict__.items() if isinstance(value, _PLAIN)]
+    names = [key for key, value in module.__dict__.items() if isinstance(value, PLAIN)]
     return [name for name in names if name != "training"]  # leads to another graph

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import defaultdict
 from typing import Any
 
@@ -43,6 +44,9 @@ class Snapshot:
             self._device_module and self._device_module.get_rng_state(),
             random.getstate(),
         )
+        # Only if it is there already: a step that draws from it has imported it.
+        self._numpy_random = sys.modules.get("numpy.random")
+        self._numpy_numbers = self._numpy_random and self._numpy_random.get_state()
         for root in participants.roots:
             self.add_module(root)
         for optimizer in participants.optimizers:
@@ -121,6 +125,8 @@ class Snapshot:
         if self._device_module is not None:
             self._device_module.set_rng_state(device)
         random.setstate(python)
+        if self._numpy_random is not None:
+            self._numpy_random.set_state(self._numpy_numbers)
 
     def _restore_scaler(self) -> None:
         scaler = self._scaler

@@ -6,7 +6,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Hashable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ _MAX_STALE_IN_A_ROW = 3
 # are copied to where the next graph looks for them.
 
 
-class GraphedStep:
+class GraphedStep(ending.Closing):
     """A training step that is captured into graphs and replayed. See `make_graphed_step`.
 
     A context manager: at its end the graphs are let go.
@@ -71,6 +70,7 @@ class GraphedStep:
         max_graphs: int,
         pool: Any,
         insists: bool,
+        must_return: bool = True,
     ) -> None:
         self._step = step
         self._participants = participants
@@ -79,6 +79,7 @@ class GraphedStep:
         self._warmup = warmup
         self._max_graphs = max_graphs
         self._insists = insists
+        self._must_return = must_return
         self._pool = pool
         self._owns_pool = pool is None
         self._graphs: dict[Hashable, list[CapturedStep]] = {}
@@ -219,7 +220,7 @@ class GraphedStep:
         fill(placeholders, inputs.tensors)
         world.refresh()
         key = self._key(inputs)
-        bindings = Bindings(world)
+        bindings = Bindings(world, self._step)
         entry = Entry(world.params, dropped)
         captured: CapturedStep | None = None
         problem: BaseException | None = None
@@ -235,6 +236,11 @@ class GraphedStep:
                     "of the step."
                 )
             outputs = Outputs(result, self._device_type)
+            if self._must_return and not outputs.has_tensors:
+                raise TypeError(
+                    f"expected the step to return a tensor, found that it returns {result!r}. "
+                    "A replay shows nothing else of what it computes: return the loss."
+                )
             captured = CapturedStep(backend, graph, placeholders, outputs, entry, bindings, world)
         except BaseException as error:
             problem = translate(error)
@@ -328,17 +334,6 @@ class GraphedStep:
             self._is_closed = True
             self.close_graphs()
             ending.note_closed(self)
-
-    def __enter__(self) -> GraphedStep:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not self.__dict__.get("_is_closed", True) and not sys.is_finalizing():

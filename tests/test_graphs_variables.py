@@ -1,0 +1,195 @@
+"""Python variables that a step reads: a change of one is noticed, and what is no change is not."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedddp
+from fusedddp.graphs.staleness import Bindings
+from fusedddp.graphs.variables import find_variables
+from tests.graph_cases import captures_on
+from tests.ranks import Ranks
+
+FACTOR = 2.0
+TARGET = torch.ones(2)
+BATCH: Any = (torch.ones(2), torch.ones(2))
+settings = types.SimpleNamespace(factor=2.0, other=1)
+step_count = 0
+model = nn.Linear(2, 2)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Any:
+    names = ("FACTOR", "TARGET", "BATCH", "settings", "step_count", "model")
+    before = {name: globals()[name] for name in names}
+    yield
+    globals().update(before)
+    vars(settings).update(factor=2.0, other=1)
+
+
+def set_global(name: str, value: Any) -> Callable[[], None]:
+    return lambda: globals().update({name: value})
+
+
+def reads_global(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+
+def reads_tensor(x: Tensor) -> Tensor:
+    return x * TARGET
+
+
+def reads_batch() -> Tensor:
+    x, y = BATCH
+    return x * y
+
+
+def reads_attribute(x: Tensor) -> Tensor:
+    return x * settings.factor
+
+
+def calls_another(x: Tensor) -> Tensor:
+    return reads_global(x) + 1
+
+
+def reads_within(x: Tensor) -> Tensor:
+    return sum((y * FACTOR for y in x), torch.zeros(()))
+
+
+def uses_model(x: Tensor) -> Tensor:
+    return model(x)
+
+
+@torch.no_grad()
+def decorated(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.factor = 2.0
+        self.step = 0  # a counter, with the name of a method that is called in the step
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(self, x: Tensor) -> Tensor:
+        self.optimizer.step()
+        return self.scale(x)
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.train(x)
+
+
+class Net(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * FACTOR
+
+
+def find_change(
+    step: Callable[..., Any], change: Callable[[], Any], modules: tuple[nn.Module, ...] = ()
+) -> str | None:
+    variables = find_variables(step, modules)
+    assert all(each.find_change() is None for each in variables)
+    change()
+    return next(filter(None, (each.find_change() for each in variables)), None)
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "said"),
+    [
+        (reads_global, set_global("FACTOR", 3.0), "FACTOR was 2.0 and is 3.0, which reads_global"),
+        (reads_tensor, set_global("TARGET", torch.ones(2)), "TARGET was a Tensor and is a Tensor"),
+        (reads_batch, set_global("BATCH", [torch.ones(2)] * 2), "BATCH was a tuple and is a list"),
+        (reads_attribute, lambda: setattr(settings, "factor", 3.0), "factor was 2.0 and is 3.0"),
+        (calls_another, set_global("FACTOR", 3.0), "FACTOR was 2.0 and is 3.0, which reads_global"),
+        (reads_within, set_global("FACTOR", 3.0), "FACTOR was 2.0 and is 3.0, which reads_within"),
+        (uses_model, set_global("model", nn.Linear(2, 2)), "model was a Linear and is a Linear"),
+        (decorated, set_global("FACTOR", None), "FACTOR was 2.0 and is None, which decorated"),
+        (decorated, lambda: globals().pop("FACTOR"), "FACTOR was 2.0 and is not there any more"),
+        (
+            functools.partial(functools.partial(calls_another)),
+            set_global("FACTOR", 3.0),
+            "FACTOR was 2.0",
+        ),
+    ],
+)
+def test_changes_are_found(step: Any, change: Callable[[], Any], said: str) -> None:
+    found = find_change(step, change)
+    assert found is not None and said in found
+
+
+def test_closures_and_objects() -> None:
+    factor, unassigned = 2.0, None
+    del unassigned
+
+    def closes_over(x: Tensor) -> Tensor:
+        return x * factor if x.sum() else unassigned  # noqa: F821
+
+    def change() -> None:
+        nonlocal factor
+        factor = 3.0
+
+    said = "factor was 2.0 and is 3.0, which closes_over reads"
+    assert find_change(closes_over, change) == said
+    trainer = Trainer()
+    said = "factor was 2.0 and is 3.0, which scale reads"
+    for step in (trainer.train, trainer, lambda x: trainer.train(x)):
+        trainer.factor = 2.0
+        assert find_change(step, lambda: setattr(trainer, "factor", 3.0)) == said
+    said = "FACTOR was 2.0 and is 3.0, which forward reads"
+    assert find_change(lambda x: x, set_global("FACTOR", 3.0), (Net(), Net())) == said
+
+
+def test_what_is_not_read_or_did_not_change() -> None:
+    trainer = Trainer()
+
+    def changes() -> None:
+        trainer.step += 1
+        settings.other = 7
+        globals().update(step_count=5, FACTOR=float("2"))
+
+    for step in (trainer.train, reads_attribute, calls_another):
+        assert find_change(step, changes) is None
+
+
+def check_step(rank: int, device: str, is_on: bool) -> None:
+    """A step that reads a tensor and a number from its closure, and counts."""
+    count, factor, x = 0, 2.0, torch.ones(3, device=device)
+
+    def step() -> Tensor:
+        nonlocal count
+        count += 1
+        return x * factor
+
+    if not is_on:
+        before, Bindings.find_change = Bindings.find_change, lambda self: None
+    try:
+        with captures_on(device), fusedddp.make_graphed_step(step, ()) as graphed:
+            num_runs = count
+            found = [graphed().tolist() for _ in range(5)]
+            assert count == num_runs  # not captured anew for what it counts itself
+            factor, x = 3.0, torch.full((3,), 2.0, device=device)
+            found.append(graphed().tolist())
+            with pytest.raises(RuntimeError, match=r"x was a Tensor .*, which step reads"):
+                for _ in range(9):
+                    x = torch.ones(3, device=device)
+                    graphed()
+        assert found == [[2.0] * 3] * 5 + [[6.0] * 3]
+    finally:
+        if not is_on:
+            Bindings.find_change = before
+
+
+def test_a_step_that_reads_what_changes(one_rank: Ranks, device: str) -> None:
+    one_rank.run(check_step, device, True)
+    with pytest.raises(AssertionError):
+        one_rank.run(check_step, device, False)
