@@ -82,7 +82,7 @@ class Training:
 
 NAMES = (
     "views", "own gradients", "small buckets", "find unused", "static graph", "comm hook",
-    "mixed precision", "zero last", "zero in place", "no zero", "buffers", "dropout", "clipping",
+    "bf16 hook", "mixed precision", "zero last", "zero in place", "no zero", "buffers", "dropout", "clipping",
     "autocast", "scaler", "sgd", "scheduler", "accumulation", "checkpointing", "step first",
 )  # fmt: skip
 
@@ -111,6 +111,8 @@ def training(name: str, device: str, group: dist.ProcessGroup | None) -> Trainin
     model = fusedddp.wrap(Extras(**extras).to(device), **keywords)
     if name == "comm hook":
         model.register_comm_hook(group, default_hooks.allreduce_hook)
+    if name == "bf16 hook":
+        model.register_comm_hook(group, default_hooks.bf16_compress_hook)
     params = list(model.parameters())
     optimizer: torch.optim.Optimizer
     if name == "sgd":

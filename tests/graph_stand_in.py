@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fusedddp.capturing import answered_by
 
@@ -107,6 +107,9 @@ class Recorder(TorchDispatchMode):
             if name == "c10d::broadcast_":
                 args = (*args[:2], 0, *args[3:])
         result = func(*args, **kwargs)
+        if name.startswith("c10d::"):
+            # A `then` on its future would else run on a thread of gloo, where nothing is recorded.
+            _wait(result)
         if not name.startswith(_SILENT):
             # An operation that only makes a view has nothing to do again.
             is_view = any(
@@ -136,11 +139,9 @@ class RecordedGraph:
         # What autocast and autograd did is among the recorded operations.
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for func, args, kwargs, recorded in self._calls:
-                leaves, _ = tree_flatten(func(*args, **kwargs))
-                for leaf in leaves:
-                    if isinstance(leaf, torch.ScriptObject) and hasattr(leaf, "wait"):
-                        leaf.wait()
-                new = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+                result = func(*args, **kwargs)
+                _wait(result)
+                new = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
                 for destination, source in zip(recorded, new, strict=True):
                     if destination.data_ptr() != source.data_ptr():
                         destination.copy_(source)
@@ -154,6 +155,12 @@ class RecordedGraph:
 
     def reset(self) -> None:
         self._calls, self._made = [], []
+
+
+def _wait(result: Any) -> None:
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.ScriptObject) and hasattr(leaf, "wait"):
+            leaf.wait()
 
 
 def _alone() -> Any:

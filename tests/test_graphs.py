@@ -54,7 +54,16 @@ def test_captured_equals_eager(one_rank: Ranks, device: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["views", "own gradients", "find unused", "comm hook", "buffers", "accumulation", "clipping"],
+    [
+        "views",
+        "own gradients",
+        "find unused",
+        "comm hook",
+        "bf16 hook",
+        "buffers",
+        "accumulation",
+        "clipping",
+    ],
 )
 def test_captured_equals_eager_on_two_ranks(two_ranks: Ranks, name: str) -> None:
     two_ranks.run(check_parity, "cpu", name)
