@@ -396,7 +396,8 @@ class FusedDDP(DistributedDataParallel):
             with self._inside_ddp_forward(), lowered:
                 output = self.module(*inputs, **kwargs)
             if trains:
-                if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+                is_real = self.reducer.rehearsal is None
+                if is_real and self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
                     self._sync_buffers()  # type: ignore[no-untyped-call]
                 self.require_forward_param_sync = self.require_backward_grad_sync
                 self.reducer.prepare_for_backward(
@@ -421,7 +422,8 @@ class FusedDDP(DistributedDataParallel):
             begin_step(self)
         self._renew_if_outdated()
         # Neither evaluation nor a forward without gradients may wait for other ranks.
-        if (self.training or joins) and self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+        syncs_buffers = self._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
+        if syncs_buffers and (self.training or joins) and self.reducer.rehearsal is None:
             self._sync_buffers()  # type: ignore[no-untyped-call]
         if joins:
             tell_sync(self)

@@ -101,6 +101,10 @@ class Reducer:
         self._undelivered: list[bool] | None = None
         # Whether the backward of the last forward is to be reduced; None if there is none to come.
         self.pending_forward: bool | None = None
+        # While a step is rehearsed nothing is reduced, and this is called at the end of each
+        # backward that would have been.
+        self.rehearsal: Callable[[], None] | None = None
+        self._is_rehearsed = False
         # Which parameters had no gradient when a backward without reduction began.
         self._was_none: list[bool] = []
         # Whether this backward accumulates into leaves, which torch.autograd.grad does not.
@@ -284,6 +288,7 @@ class Reducer:
 
     def take_over(self, other: Reducer) -> None:
         """Counts what was accumulated without reduction under a reducer that this one replaces."""
+        self.rehearsal = other.rehearsal
         before = {id(p): fired for p, fired in zip(other.params, other._fired_before, strict=True)}
         self._fired_before = bytearray(before.get(id(param), 0) for param in self.params)
 
@@ -318,7 +323,10 @@ class Reducer:
         elif self.phase is Phase.LOCAL and sync and self._requires_sync():
             # It began at an output made under no_sync, and reaches one that is to be reduced. What
             # has fired so far is taken at the end.
-            self.phase = Phase.RECORDING if self.plan is None else Phase.REDUCING
+            if self.rehearsal is not None:
+                self._is_rehearsed = True
+            else:
+                self.phase = Phase.RECORDING if self.plan is None else Phase.REDUCING
         self._accumulates |= accumulates
 
     # -- backwards -------------------------------------------------------------------------------
@@ -359,7 +367,9 @@ class Reducer:
             sync: whether the forward that it comes from was to be reduced.
             first: the parameter that has received a gradient already, if it is what tells.
         """
-        syncs = self._requires_sync() and sync
+        syncs = sync and self._requires_sync()
+        self._is_rehearsed = syncs and self.rehearsal is not None
+        syncs = syncs and not self._is_rehearsed
         if syncs and is_capturing():
             self.rounds.check_capturable()
         refuse_compiled_autograd()
@@ -421,6 +431,9 @@ class Reducer:
                 self._detach_from_shared_memory()
                 if 1 in self._fired:
                     self.note_delivery()
+                if self._is_rehearsed and (1 in self._fired or self._may_use_nothing()):
+                    assert self.rehearsal is not None
+                    self.rehearsal()
             elif 1 in self._fired or self._may_use_nothing():
                 self._complete_round(Part.WHOLE)
             else:

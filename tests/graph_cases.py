@@ -82,8 +82,9 @@ class Training:
 
 NAMES = (
     "views", "own gradients", "small buckets", "find unused", "static graph", "comm hook",
-    "bf16 hook", "mixed precision", "zero last", "zero in place", "no zero", "buffers", "dropout", "clipping",
-    "autocast", "scaler", "sgd", "scheduler", "accumulation", "checkpointing", "step first",
+    "bf16 hook", "mixed precision", "zero last", "zero in place", "no zero", "buffers", "dropout",
+    "clipping", "autocast", "scaler", "sgd", "scheduler", "accumulation", "checkpointing",
+    "step first",
 )  # fmt: skip
 
 

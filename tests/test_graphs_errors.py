@@ -80,8 +80,10 @@ def check_rank_fails(rank: int, when: str) -> None:
         def step(x: Tensor) -> Tensor:
             nonlocal calls
             calls += 1
-            captures = calls == 4  # two steps of warm-up and the probe come first
-            if rank == 1 and when == "warm-up" and calls == 2:
+            captures = calls == 5  # a rehearsal, two steps of warm-up and the probe come first
+            if rank == 1 and when == "rehearsal" and calls == 1:
+                raise ValueError("no data")
+            if rank == 1 and when == "warm-up" and calls == 3:
                 raise ValueError("no data")
             loss = case.model(x).square().mean()
             if rank == 1 and when == "capture" and captures:
@@ -92,8 +94,9 @@ def check_rank_fails(rank: int, when: str) -> None:
             case.optimizer.step()
             return loss
 
-        kind = ValueError if rank == 1 and when == "warm-up" else RuntimeError
-        text = "no data" if when == "warm-up" else r"loss.item\(\)"
+        is_early = when in ("rehearsal", "warm-up")
+        kind = ValueError if rank == 1 and is_early else RuntimeError
+        text = "no data" if is_early else r"loss.item\(\)"
         if rank == 0:
             text = "rank 1 failed, so no rank can go on. .*" + text
         with pytest.raises(kind, match=text):
@@ -103,7 +106,7 @@ def check_rank_fails(rank: int, when: str) -> None:
         check_same(case.state(), eager.state())
 
 
-@pytest.mark.parametrize("when", ["warm-up", "capture", "optimizer"])
+@pytest.mark.parametrize("when", ["rehearsal", "warm-up", "capture", "optimizer"])
 def test_a_rank_that_fails_makes_all_fail(two_ranks: Ranks, when: str) -> None:
     two_ranks.run(check_rank_fails, when)
 
@@ -132,7 +135,7 @@ def check_used_set(rank: int, device: str) -> None:
         def changing(x: Tensor) -> Tensor:
             nonlocal calls
             calls += 1
-            return step(x, [0, 1] if calls < 4 else [0])
+            return step(x, [0, 1] if calls < 5 else [0])
 
         def step(x: Tensor, which: list[int]) -> Tensor:
             loss: Tensor = model(x, which)
@@ -248,11 +251,11 @@ def check_one_rank_fails_at_the_capture(rank: int) -> None:
         with fusedddp.make_graphed_step(step, (xs[0],), model=case.model) as graphed:
             graphed(xs[0])
             num_graphs = graphed.num_graphs
-            # Two of warm-up, one that looks at gradients: the fourth is the capture.
-            runs[0], fails_at[0] = 0, 4
+            # A rehearsal, two of warm-up, one that looks at gradients: the fifth is the capture.
+            runs[0], fails_at[0] = 0, 5
             with pytest.raises((RuntimeError, ArithmeticError), match="on this rank"):
                 graphed(xs[1][:3])
-            assert runs[0] == 4 and graphed.num_graphs == 0
+            assert runs[0] == 5 and graphed.num_graphs == 0
             fails_at[0] = -1
             results = [graphed(xs[0]), graphed(xs[1][:3]), graphed(xs[0])]
             assert graphed.num_graphs == num_graphs + 1

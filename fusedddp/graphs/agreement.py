@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.nn import Module
 
 from fusedddp.graphs.participants import Participants
 from fusedddp.module import FusedDDP
@@ -16,9 +18,12 @@ _T = TypeVar("_T")
 # Note [Ranks that fail]
 # ~~~~~~~~~~~~~~~~~~~~~~
 # In an eager step every rank issues the collectives of a backward and of the buffers. A rank whose
-# step raises before that has to issue them as well, or the others wait for it: `skip_backward`
-# does so. Only then can it tell them why. In a capture on CUDA nothing is carried out, so nobody
-# waits, and the failed backward is forgotten.
+# step raises before that has to issue them as well, or the others wait for it, and only then can it
+# tell them why. So the step is rehearsed first, without these collectives. What can be wrong with
+# it mostly shows there, and which rounds it has is known afterwards. In later steps a rank that
+# fails issues those that it has left out by `skip_backward`. (Where two wrapped models are reduced
+# in one backward, those rounds overlap, and one after the other they may not match.) In a capture
+# on CUDA nothing is carried out, so nobody waits, and the failed backward is forgotten.
 
 
 def agree_to_capture(participants: Participants) -> None:
@@ -56,7 +61,40 @@ class Rounds:
 
     def __init__(self, participants: Participants) -> None:
         self._participants = participants
-        self._issued: dict[FusedDDP, int] = {}
+        # The wrapper of each round of a step, in their order.
+        self._order: list[FusedDDP] = []
+        self._rehearsing: list[FusedDDP] | None = None
+
+    def note_module(self, root: Module) -> None:
+        """A module is met, and about to run."""
+        if self._rehearsing is not None:
+            for wrapper in root.modules():
+                if isinstance(wrapper, FusedDDP):
+                    self._rehearsing.append(wrapper)
+                    wrapper.reducer.rehearsal = functools.partial(self._order.append, wrapper)
+
+    def rehearse(self, step: Callable[[], object]) -> None:
+        """Runs one step without the collectives of wrappers, and notes which there would be.
+
+        Raises:
+            Exception: what the step raises here.
+            RuntimeError: it raises on another rank.
+        """
+        problem: BaseException | None = None
+        self._rehearsing = []
+        try:
+            for root in self._participants.roots:
+                self.note_module(root)
+            step()
+        except BaseException as error:
+            problem = error
+        finally:
+            for wrapper in self._rehearsing:
+                wrapper.reducer.rehearsal = None
+                if problem is not None:
+                    wrapper.reducer.forget_backward()
+            self._rehearsing = None
+        settle(self._participants, problem)
 
     def run(self, step: Callable[[], _T]) -> _T:
         """Runs one step.
@@ -73,24 +111,21 @@ class Rounds:
             result = step()
         except BaseException as error:
             problem = error
-        counts = {w: w.reducer.rounds.count - before.get(w, 0) for w in world.wrappers}
-        if problem is None:
-            self._issued = counts
-        elif isinstance(problem, Exception):
-            for wrapper, count in counts.items():
-                # As many as in the last step; in the first one a step is taken to reduce once.
-                for _ in range(self._issued.get(wrapper, 1) - count):
+        if isinstance(problem, Exception):
+            counts = {w: w.reducer.rounds.count - before.get(w, 0) for w in world.wrappers}
+            for wrapper in self._order:
+                if counts[wrapper] > 0:
+                    counts[wrapper] -= 1
+                else:
                     wrapper.skip_backward()
+            for wrapper in world.wrappers:
                 wrapper.reducer.rounds.usage.drop_lacking()
         settle(world, problem)
         return result  # type: ignore[return-value]
 
     def lack_steps(self) -> bool:
         """Whether a wrapper that has reduced in the last step needs more before a capture."""
-        return any(
-            count and wrapper.reducer.rounds.num_steps_missing()
-            for wrapper, count in self._issued.items()
-        )
+        return any(wrapper.reducer.rounds.num_steps_missing() for wrapper in self._order)
 
 
 def group_is_alive(group: dist.ProcessGroup) -> bool:

@@ -25,7 +25,7 @@ def make_graphed_step(
     *,
     model: Module | Iterable[Module] | None = None,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
-    scaler: Any = None,
+    scaler: torch.amp.GradScaler | Iterable[torch.amp.GradScaler] | None = None,
     warmup: int = 2,
     max_graphs: int = 8,
     pool: Any = None,
@@ -111,11 +111,10 @@ def make_graphed_step(
     if enabled not in (None, True, False):
         raise TypeError(f"enabled: expected True, False or None, found {enabled!r}")
     args, kwargs = tuple(sample_args), dict(sample_kwargs or {})
-    participants = Participants(scaler)
-    for module in _as_list(model, Module, "model"):
-        participants.add_module(module)
-    for each in _as_list(optimizer, Optimizer, "optimizer"):
-        participants.add_optimizer(each)
+    participants = Participants()
+    participants.add_all(_as_list(model, Module, "model"))
+    participants.add_all(_as_list(optimizer, Optimizer, "optimizer"))
+    participants.add_all(_as_list(scaler, torch.amp.GradScaler, "scaler"))
     if len(functions) == 2 and not participants.wrappers:
         raise ValueError(
             "model: expected the wrapped model beside a step of two functions, found none. Its "
@@ -142,9 +141,8 @@ def make_graphed_step(
 
     graphed: GraphedStep | SplitStep = make(functions[0], participants)
     if len(functions) == 2:
-        own = Participants(scaler)
-        for root in participants.roots:
-            own.add_module(root)
+        own = Participants()
+        own.add_all([*participants.roots, *participants.scalers])
         assert isinstance(graphed, GraphedStep)
         graphed = SplitStep(graphed, make(functions[1], own, must_return=False), participants)
     try:

@@ -1,9 +1,10 @@
-"""What a step trains with: modules, optimizers, a scaler; given by the user or met on the way."""
+"""What a step trains with: modules, optimizers, scalers; given by the user, or found."""
 
 from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
@@ -27,17 +28,17 @@ class Participants:
         params: all parameters of modules and optimizers, each once.
         buffers: all buffers.
         optimizers: optimizers.
-        scaler: a torch.amp.GradScaler, or None.
+        scalers: gradient scalers that are not switched off.
     """
 
-    def __init__(self, scaler: Any = None) -> None:
+    def __init__(self) -> None:
         self.roots: list[Module] = []
         self.modules: list[Module] = []
         self.wrappers: list[FusedDDP] = []
         self.params: list[Parameter] = []
         self.buffers: list[Tensor] = []
         self.optimizers: list[Optimizer] = []
-        self.scaler = scaler
+        self.scalers: list[torch.amp.GradScaler] = []
         self._known: set[int] = set()
 
     def add_module(self, root: Module) -> bool:
@@ -65,6 +66,22 @@ class Participants:
         self._add_params(p for group in optimizer.param_groups for p in group["params"])
         return True
 
+    def add_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Takes a gradient scaler in."""
+        if id(scaler) not in self._known and scaler.is_enabled():
+            self._known.add(id(scaler))
+            self.scalers.append(scaler)
+
+    def add_all(self, values: Iterable[Any]) -> None:
+        """Takes in what of `values` a step trains with."""
+        for value in values:
+            if isinstance(value, Module):
+                self.add_module(value)
+            elif isinstance(value, Optimizer):
+                self.add_optimizer(value)
+            elif isinstance(value, torch.amp.GradScaler):
+                self.add_scaler(value)
+
     def _add_params(self, params: Iterable[Parameter]) -> None:
         for param in params:
             if id(param) not in self._known:
@@ -73,11 +90,8 @@ class Participants:
 
     def refresh(self) -> None:
         """Looks again at what the modules and optimizers consist of."""
-        fresh = Participants(self.scaler)
-        for root in self.roots:
-            fresh.add_module(root)
-        for optimizer in self.optimizers:
-            fresh.add_optimizer(optimizer)
+        fresh = Participants()
+        fresh.add_all([*self.roots, *self.optimizers, *self.scalers])
         self.__dict__.update(fresh.__dict__)
 
     @contextlib.contextmanager
@@ -85,13 +99,21 @@ class Participants:
         self, on_module: Callable[[Module], None], on_optimizer: Callable[[Optimizer], None]
     ) -> Iterator[None]:
         """Takes in whatever runs forward or steps in the body, and says so before it does."""
+        thread = threading.get_ident()
+
+        def is_here() -> bool:
+            # Other threads may train other models. Backwards on a GPU, in which optimizers may step
+            # too, run on threads of autograd, which Python has not started.
+            return threading.get_ident() == thread or isinstance(
+                threading.current_thread(), threading._DummyThread
+            )
 
         def meet_module(module: Module, _: Any) -> None:
-            if self.add_module(module):
+            if is_here() and self.add_module(module):
                 on_module(module)
 
         def meet_optimizer(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-            if self.add_optimizer(optimizer):
+            if is_here() and self.add_optimizer(optimizer):
                 on_optimizer(optimizer)
 
         handles = [

@@ -77,7 +77,7 @@ class Bindings:
                 are_same,
                 "the wrapper has another process group, buckets or communication hook",
             ),
-            _Part(self._take_scaler, are_same, "the gradient scaler was replaced"),
+            _Part(self._take_scalers, are_same, "the gradient scaler was replaced"),
             _Part(self._take_settings, equal, "the gradient scaler was set differently"),
         ]
         # Kept alive, so that nothing new is taken for what it took the place of.
@@ -128,13 +128,13 @@ class Bindings:
             found += [reducer, wrapper.process_group, reducer.rounds.comm_hook, reducer.plan]
         return found
 
-    def _take_scaler(self) -> list[Any]:
-        scaler = self._participants.scaler
-        return [] if scaler is None else [scaler._scale, scaler._growth_tracker]
+    def _take_scalers(self) -> list[Any]:
+        scalers = self._participants.scalers
+        return [t for scaler in scalers for t in (scaler._scale, scaler._growth_tracker)]
 
     def _take_settings(self) -> list[Any]:
-        scaler = self._participants.scaler
-        settings = [getattr(scaler, name, None) for name in _SCALER_SETTINGS]
+        scalers = self._participants.scalers
+        settings = [getattr(scaler, name) for scaler in scalers for name in _SCALER_SETTINGS]
         wrappers = self._participants.wrappers
         return [*settings, *[w.reducer.rounds.collective.divide_factor for w in wrappers]]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import SGD
 from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fusedddp.graphs.participants import Participants
 from fusedddp.module import FusedDDP
@@ -32,28 +36,28 @@ class Snapshot:
 
     def __init__(self, participants: Participants, device_type: str) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        # Memory of these, and the contents of other memory that the step has been seen to write.
+        self._storages: set[int] = set()
+        self._written: list[tuple[Any, Any]] = []
         self._gradients: list[tuple[Parameter, Tensor | None]] = []
         self._seen: set[int] = set()
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._wrappers: list[tuple[FusedDDP, bytes, bool, bool | None]] = []
         self._optimizers: list[_OptimizerState] = []
-        self._scaler = participants.scaler
+        self._scalers = [_ScalerState(scaler) for scaler in participants.scalers]
         self._device_module = None if device_type == "cpu" else torch.get_device_module(device_type)
+        # Only if it is there already: a step that draws from it has imported it.
+        self._numpy_random = sys.modules.get("numpy.random")
         self._random = (
             torch.get_rng_state(),
             self._device_module and self._device_module.get_rng_state(),
             random.getstate(),
+            self._numpy_random and self._numpy_random.get_state(),
         )
-        # Only if it is there already: a step that draws from it has imported it.
-        self._numpy_random = sys.modules.get("numpy.random")
-        self._numpy_numbers = self._numpy_random and self._numpy_random.get_state()
         for root in participants.roots:
             self.add_module(root)
         for optimizer in participants.optimizers:
             self.add_optimizer(optimizer)
-        if self._scaler is not None:
-            self._keep(self._scaler._scale)
-            self._keep(self._scaler._growth_tracker)
 
     def add_module(self, root: Module) -> None:
         for module in root.modules():
@@ -92,6 +96,7 @@ class Snapshot:
     def _keep(self, tensor: Tensor | None) -> None:
         if tensor is not None and id(tensor) not in self._tensors:
             self._tensors[id(tensor)] = (tensor, tensor.detach().clone())
+            self._storages.update(storage._cdata for storage in _storages(tensor))
 
     def restore_accumulated(self) -> None:
         """Puts back which parameters have gradients that no round has reduced."""
@@ -108,33 +113,130 @@ class Snapshot:
                 gradient.data.copy_(self._tensors[id(gradient)][1])
 
     def restore(self) -> None:
-        """Puts everything back."""
+        """Puts everything back, and leaves state that is new at its first values."""
         for values, before in self._buffers:
             values.update(before)
+        for storage, contents in self._written:
+            storage.copy_(contents)
         for tensor, value in self._tensors.values():
             tensor.data.copy_(value)  # .data: to autograd nothing has happened
         self.restore_gradients()
         for state in self._optimizers:
             state.restore()
-        self._restore_scaler()
+        for scaler_state in self._scalers:
+            scaler_state.restore()
         for wrapper, _, syncs_params, pending_forward in self._wrappers:
             wrapper.require_forward_param_sync = syncs_params
             wrapper.reducer.pending_forward = pending_forward
-        cpu, device, python = self._random
+        cpu, device, python, numpy = self._random
         torch.set_rng_state(cpu)
         if self._device_module is not None:
             self._device_module.set_rng_state(device)
         random.setstate(python)
         if self._numpy_random is not None:
-            self._numpy_random.set_state(self._numpy_numbers)
+            self._numpy_random.set_state(numpy)
 
-    def _restore_scaler(self) -> None:
+    def undo(self) -> None:
+        """Puts everything back, and drops state that is new: nothing will be captured."""
+        self.restore()
+        for optimizer_state in self._optimizers:
+            optimizer_state.drop_new()
+        for scaler_state in self._scalers:
+            scaler_state.drop_new()
+
+    def check_restored(self) -> None:
+        """Raises RuntimeError if state was made that `restore` cannot put back."""
+        for state in self._optimizers:
+            if state.is_lost:
+                raise RuntimeError(
+                    f"expected the state of {type(state.optimizer).__name__} to exist before its "
+                    "first step in a graph, or to be one that can be put back to what it was, "
+                    "found neither. Run one step eagerly before make_graphed_step."
+                )
+
+    def first_writes(self, own: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
+        """Keeps, in the body, also what else it writes that there was before it.
+
+        Running means of a loss, say, that a step finds in a closure or an object.
+
+        Args:
+            own: what need not be kept.
+        """
+        own_storages = {storage._cdata for storage in _storages(list(own))}
+        return _FirstWrites(own_storages, self._storages, self._written)
+
+
+class _FirstWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the contents of memory before it is first written, if it was not made meanwhile.
+
+    Args:
+        known: identities of storages that need not be kept.
+        kept: and of those that somebody else keeps, as far as that is known at any time.
+        written: gets storages with their contents.
+    """
+
+    def __init__(self, known: set[int], kept: set[int], written: list[tuple[Any, Any]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = known
+        self._kept = kept
+        self._written = written
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_collective = func.namespace == "c10d"  # their schemas do not say what they write
+        for argument, value in _arguments(func, args, kwargs):
+            alias = argument.alias_info
+            if is_collective or (alias is not None and alias.is_write):
+                for storage in _storages(value):
+                    if storage._cdata not in self._known and storage._cdata not in self._kept:
+                        self._known.add(storage._cdata)
+                        self._written.append((storage, storage.clone()))
+        result = func(*args, **kwargs)
+        # Made here, or known by now.
+        self._known.update(storage._cdata for storage in _storages(result))
+        return result
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    for index, argument in enumerate(func._schema.arguments):
+        if index < len(args):
+            yield argument, args[index]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def _storages(value: Any) -> Iterator[Any]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            yield leaf.untyped_storage()
+
+
+class _ScalerState:
+    """The scale of a gradient scaler, and how far it is in a step."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+        self._tensors = [
+            (tensor, tensor.clone())
+            for tensor in (scaler._scale, scaler._growth_tracker)
+            if tensor is not None
+        ]
+        self._stages = {key: dict(state) for key, state in scaler._per_optimizer_states.items()}
+
+    def restore(self) -> None:
         scaler = self._scaler
-        if scaler is None or scaler._scale is None:
-            return
-        if id(scaler._scale) not in self._tensors:
+        for tensor, value in self._tensors:
+            tensor.copy_(value)
+        if not self._tensors and scaler._scale is not None:  # made in warm-up
+            assert scaler._growth_tracker is not None
             scaler._scale.fill_(scaler._init_scale)
             scaler._growth_tracker.fill_(scaler._init_growth_tracker)
+        scaler._per_optimizer_states.clear()
+        scaler._per_optimizer_states.update(self._stages)
+
+    def drop_new(self) -> None:
+        if not self._tensors:
+            self._scaler._scale = self._scaler._growth_tracker = None
 
 
 class _FirstValues(dict[str, Any]):
@@ -151,10 +253,15 @@ class _FirstValues(dict[str, Any]):
 
 
 class _OptimizerState:
-    """Hyper-parameters and state of one optimizer."""
+    """Hyper-parameters and state of one optimizer.
+
+    Attributes:
+        is_lost: whether it has made state that cannot be put back to what it was made with.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self.is_lost = False
+        self.optimizer = optimizer
         self._groups = [
             {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
         ]
@@ -173,12 +280,17 @@ class _OptimizerState:
         }
         # What the optimizer first assigned to state that it has made since.
         self._first: dict[Any, dict[str, Any]] = {}
+        # Others may fill what they have assigned, or derive it from the first gradient.
+        self._starts_as_assigned = type(optimizer).__module__.startswith("torch.optim") and not (
+            isinstance(optimizer, SGD) and any(g["dampening"] for g in optimizer.param_groups)
+        )
         state: Any = optimizer.state
         if isinstance(state, defaultdict):
             state.default_factory = _FirstValues
 
     def restore(self) -> None:
-        optimizer = self._optimizer
+        """Puts all back; state that is new goes back to what was first assigned, and stays."""
+        optimizer = self.optimizer
         for group, before in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(before)
         for tensor, value in self._tensor_options:
@@ -190,36 +302,38 @@ class _OptimizerState:
                     self._first[param] = values.first
                     values = optimizer.state[param] = dict(values)
                 self._reset_new(param, values)
-            else:
-                for key, (value, copy) in before_values.items():
-                    if isinstance(value, Tensor):
-                        value.data.copy_(copy)
-                    values[key] = value
+                continue
+            self.is_lost |= values.keys() != before_values.keys()
+            for key, (value, copy) in before_values.items():
+                if isinstance(value, Tensor):
+                    value.data.copy_(copy)
+                values[key] = value
         state: Any = optimizer.state
         if isinstance(state, defaultdict):
             state.default_factory = dict
 
     def _reset_new(self, param: Any, values: dict[str, Any]) -> None:
         """Puts state that was made in warm-up to what it was before the first update."""
-        optimizer = self._optimizer
-        first = self._first.get(param)
-        if first is None or (
-            isinstance(optimizer, SGD) and any(g["dampening"] for g in optimizer.param_groups)
-        ):
-            raise RuntimeError(
-                f"expected the state of {type(optimizer).__name__} to exist before its first step "
-                "in a graph, or to be one that can be put back to what it was, found neither. Run "
-                "one step eagerly before make_graphed_step."
-            )
-        if isinstance(optimizer, SGD):
-            # Its first momentum is the gradient itself; a momentum of zeros comes to the same.
-            first = {key: None for key in first}
+        first = self._first.get(param, {})
+        if not self._starts_as_assigned or first.keys() != values.keys():
+            self.is_lost = True
+            return
         for key, value in first.items():
             current = values[key]
-            if isinstance(current, Tensor):
-                if value is None:
-                    current.data.zero_()
-                else:
-                    current.data.copy_(value)
+            if isinstance(self.optimizer, SGD):
+                # Its first momentum is the gradient itself; a momentum of zeros comes to the same.
+                current.data.zero_()
+            elif isinstance(current, Tensor):
+                current.data.copy_(value)
             else:
                 values[key] = value
+
+    def drop_new(self) -> None:
+        """Drops what there was not before."""
+        for param, values in list(self.optimizer.state.items()):
+            before = self._before.get(param)
+            if before is None:
+                del self.optimizer.state[param]
+                continue
+            for key in values.keys() - before.keys():
+                del values[key]

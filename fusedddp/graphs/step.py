@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
 from fusedddp.capturing import is_capturing
 from fusedddp.graphs import agreement, ending
@@ -31,6 +32,7 @@ from fusedddp.graphs.signature import (
 )
 from fusedddp.graphs.staleness import Bindings
 from fusedddp.graphs.state import Snapshot
+from fusedddp.graphs.variables import find_variables
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +193,8 @@ class GraphedStep(ending.Closing):
         world, backend = self._participants, self._backend
         assert backend is not None
         world.refresh()
+        for variables in find_variables(self._step, world.modules):
+            world.add_all(variables.values())
         agreed = bool(world.wrappers)
         if agreed:
             agreement.agree_to_capture(world)
@@ -210,7 +214,7 @@ class GraphedStep(ending.Closing):
             run()
 
         snapshot = Snapshot(world, self._device_type)
-        dropped = self._warm_up(refill_and_run, snapshot)
+        dropped = self._warm_up(refill_and_run, snapshot, placeholders)
         if not agreed:
             agreement.agree_to_capture(world)
         elsewhere = world.find_elsewhere(self._device_type)
@@ -227,6 +231,7 @@ class GraphedStep(ending.Closing):
         # Casts that autocast has kept are of the parameters as they were.
         torch.clear_autocast_cache()
         try:
+            snapshot.check_restored()
             graph, result = backend.capture(run, self._pool)
             change = bindings.find_change_inside()
             if change is not None:
@@ -255,6 +260,7 @@ class GraphedStep(ending.Closing):
         try:
             agreement.settle(world, problem)
         except BaseException:
+            snapshot.undo()
             # The rank that failed has lost its graphs. If this one replayed one of its own while
             # that one captures anew, their collectives would not match.
             if captured is not None:
@@ -265,13 +271,22 @@ class GraphedStep(ending.Closing):
         self._graphs.setdefault(key, []).append(captured)
         return captured
 
-    def _warm_up(self, run: Callable[[], None], snapshot: Snapshot) -> set[int]:
+    def _warm_up(
+        self, run: Callable[[], None], snapshot: Snapshot, placeholders: list[Tensor]
+    ) -> set[int]:
         """Runs the step eagerly, puts all state back; returns which gradients it drops."""
         world, backend = self._participants, self._backend
         assert backend is not None
         rounds = agreement.Rounds(world)
+
+        def meet_module(module: Module) -> None:
+            snapshot.add_module(module)
+            rounds.note_module(module)
+
         try:
-            with backend.warm_up(), world.met(snapshot.add_module, snapshot.add_optimizer):
+            with backend.warm_up(), world.met(meet_module, snapshot.add_optimizer):
+                with snapshot.first_writes(placeholders):
+                    rounds.rehearse(run)
                 for _ in range(self._warmup):
                     snapshot.restore_gradients()
                     rounds.run(run)
@@ -280,8 +295,10 @@ class GraphedStep(ending.Closing):
                 while rounds.lack_steps():
                     snapshot.restore_gradients()
                     rounds.run(run)
-        finally:
-            snapshot.restore()
+        except BaseException:
+            snapshot.undo()
+            raise
+        snapshot.restore()
         return dropped
 
     def _refuse_device(self, elsewhere: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim.optimizer import Optimizer
@@ -24,7 +25,7 @@ from fusedddp.graphs.fields import PLAIN, Fields
 from fusedddp.module import FusedDDP
 
 _Read: TypeAlias = Callable[[], dict[str, Any]]
-_WANTED = (*PLAIN, Tensor, tuple, list, dict, Module, Optimizer)
+_WANTED = (*PLAIN, Tensor, tuple, list, dict, Module, Optimizer, torch.amp.GradScaler)
 
 
 class Variables(NamedTuple):
@@ -44,6 +45,16 @@ class Variables(NamedTuple):
         """Which one is another by now, in words; None if none is."""
         change = self.fields.find_change(self.read())
         return change and f"{change.key} {change.what}, which {self.readers[change.key]} reads"
+
+    def values(self) -> Iterator[Any]:
+        """What they are, and what containers among them hold."""
+        for value in self.fields.get(self.read()):
+            if isinstance(value, dict):
+                yield from value.values()
+            elif isinstance(value, (tuple, list)):
+                yield from value
+            else:
+                yield value
 
     def without_changed(self) -> Variables:
         return self._replace(fields=self.fields.without_changed(self.read()))
