@@ -78,12 +78,18 @@ class NumpyGenerators:
         if numpy_random is None:
             return
         for value in [*args, *kwargs.values(), *_reachable(step)]:
-            if isinstance(value, numpy_random.Generator):
-                self._found.append((value, str(value.bit_generator.state)))
+            if isinstance(value, (numpy_random.Generator, numpy_random.RandomState)):
+                self._found.append((value, _state_of(value)))
 
     def have_drawn(self) -> bool:
         """Whether one of them drew a number since."""
-        return any(str(value.bit_generator.state) != state for value, state in self._found)
+        return any(_state_of(value) != state for value, state in self._found)
+
+
+def _state_of(generator: Any) -> str:
+    """How far a generator of NumPy, of the newer or the older kind, is."""
+    is_old = hasattr(generator, "get_state")
+    return str(generator.get_state(legacy=False) if is_old else generator.bit_generator.state)
 
 
 def _reachable(step: Any) -> Iterator[Any]:

@@ -7,8 +7,12 @@ mode; what Python does without tensors, by patches; optimizers and wrapped model
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import re
 import threading
+import tokenize
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -218,7 +222,7 @@ class Watch:
         if not origin.is_direct or origin.place is None or any(isinstance(a, Tensor) for a in data):
             return
         placed = wanted is not None or func is Tensor.new_tensor or _has_default_device()
-        says_cpu = wanted is not None and _says_cpu(origin.place)
+        says_cpu = wanted is not None and _says_cpu(origin.place, wanted)
         if placed and not says_cpu:
             if func in rules.FROM_PYTHON:
                 self._note(rules.COPIED_IN, origin)
@@ -245,7 +249,7 @@ class Watch:
             return args, kwargs, False
         device = torch.device(named)
         origin = self._places.origin()
-        says_cpu = device.type == "cpu" and (origin.place is None or _says_cpu(origin.place))
+        says_cpu = device.type == "cpu" and (origin.place is None or _says_cpu(origin.place, named))
         if self._is_host_made(tensor):
             if not says_cpu and not self._host_made[id(tensor)][1]:
                 self._note(rules.COPIED_IN, origin)
@@ -432,9 +436,28 @@ def _stands_in(device: Any) -> bool:
     return torch.device(device).type == "cuda" and not torch.cuda.is_available()
 
 
-def _says_cpu(place: Place) -> bool:
-    """Whether the line names the CPU; a variable may hold another device elsewhere."""
-    return "'cpu'" in place.source or '"cpu"' in place.source
+# As an argument, not in a comparison.
+_CPU_ARGUMENT = re.compile(r"""(?:[(,]|(?<![=!])=)\s*(?:torch\.)?(device\()?\s*["']cpu["']""")
+
+
+def _says_cpu(place: Place, named: Any) -> bool:
+    """Whether the line itself names the CPU; a variable may hold another device elsewhere.
+
+    Args:
+        place: the line.
+        named: the device that it has come to.
+    """
+    code = _without_comment(place.source)
+    return any(isinstance(named, str) or match.group(1) for match in _CPU_ARGUMENT.finditer(code))
+
+
+def _without_comment(line: str) -> str:
+    # The rest of a statement may be on other lines, so that tokenizing may end in an error.
+    with contextlib.suppress(tokenize.TokenError, IndentationError, SyntaxError):
+        for token in tokenize.generate_tokens(io.StringIO(line).readline):
+            if token.type == tokenize.COMMENT:
+                return line[: token.start[1]]
+    return line
 
 
 def _has_default_device() -> bool:

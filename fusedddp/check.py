@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -44,19 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.argv = [path, *options.arguments]
     try:
         module = _load(Path(path))
-        function = getattr(module, name, None)
-        if not callable(function):
-            names = [n for n, v in vars(module).items() if _is_own_function(v, module)]
-            found = "nothing" if function is None else f"a {type(function).__name__}"
-            parser.error(
-                f"expected a function {name!r} in {path}, found {found}. Functions there: "
-                f"{', '.join(names) or 'none'}"
-            )
-        step, args = _step_of(function)
-        report = check_capturable(step, *args)
-    except Exception:
+        function = _find(module, name)
+        wrong = _what_is_wrong(module, function)
+        if wrong is None:
+            step, args = _step_of(function)
+            report = check_capturable(step, *args)
+    except (Exception, SystemExit):
         traceback.print_exc()
         return FAILED
+    if wrong is not None:
+        parser.error(f"expected a function {name!r} without arguments in {path}, found {wrong}")
     print(_with_rank(str(report)), flush=True)
     return OK if report.ok else FOUND
 
@@ -72,6 +70,29 @@ def _load(path: Path) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _find(module: ModuleType, name: str) -> Any:
+    """What a name, with dots perhaps, stands for in a script; None for nothing."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _what_is_wrong(module: ModuleType, function: Any) -> str | None:
+    """Why `function` is none that can be called without arguments, if so."""
+    if not callable(function):
+        names = [n for n, v in vars(module).items() if _is_own_function(v, module)]
+        found = "nothing" if function is None else f"a {type(function).__name__}"
+        return f"{found}. Functions there: {', '.join(names) or 'none'}"
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        return f"one that takes some ({error}). Name one that returns (step, args) instead"
+    except ValueError:  # no signature to be had
+        pass
+    return None
 
 
 def _is_own_function(value: Any, module: ModuleType) -> bool:

@@ -50,6 +50,10 @@ class StandIn:
     def new_pool(self) -> list[RecordedGraph]:
         return []
 
+    def check_pool(self, pool: Any) -> None:
+        if not isinstance(pool, list):
+            raise TypeError(f"pool: expected a list of graphs, found {pool!r}")
+
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
         yield

@@ -98,6 +98,7 @@ def copies_to_the_host(x: Tensor) -> None:
     x.cpu()  # finds: host-sync
     x.to("cpu")  # finds: host-sync
     x.to(device="cpu", dtype=torch.float64)  # finds: host-sync
+    x.to(torch.device("cpu"))  # finds: host-sync
 
 
 def branches(x: Tensor) -> None:
@@ -254,6 +255,15 @@ def test_finds_generators_of_numpy(x: Tensor) -> None:
     assert fusedddp.check_capturable(lambda: other.bit_generator).ok
 
 
+def test_finds_older_generators_of_numpy(x: Tensor) -> None:
+    generator = np.random.RandomState(0)
+
+    def step() -> None:  # finds: python-random
+        x.mul(generator.rand())
+
+    check(step)
+
+
 def test_finds_what_averaged_models_read(x: Tensor) -> None:
     model = net()
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -301,6 +311,9 @@ def fine_tensor_code(x: Tensor) -> None:
         row.sum()
     assert y.shape == x.shape and len(y) == 6 and y.is_floating_point()
     y.to(torch.float64).to(y)
+    y.to(y.device)  # not meant: "cpu", ("cpu")
+    place = str(x.device)
+    y.to(place) if place != "cpu" else y.to(place, torch.float64)
     copy.deepcopy(y)
 
 
@@ -764,6 +777,18 @@ def joins():
         return loss.tolist()
     return step, (torch.ones(1, 2),)
 
+class Trainer:
+    def bad(self):
+        bad()
+
+trainer = Trainer()
+
+def takes_one(x):
+    pass
+
+def leaves():
+    sys.exit(0)
+
 def raises():
     raise KeyError("the script's own")
 
@@ -828,6 +853,8 @@ def test_command_line_under_torchrun(
         ("bad", 1, "1 finding", ""),
         ("makes_too_much", 2, "", "expected makes_too_much() to return (step, args)"),
         ("raises", 2, "", 'KeyError: "the script\'s own"'),
+        ("leaves", 2, "", "SystemExit: 0"),
+        ("trainer.bad", 1, "1 finding", ""),
     ],
 )
 def test_command(
@@ -855,6 +882,8 @@ def test_command(
         ("train.py", "expected script.py:function, found 'train.py'"),
         ("nowhere.py:step", "found nothing at 'nowhere.py'"),
         ("{script}:nothing", "expected a function 'nothing'"),
+        ("{script}:trainer.nothing.at_all", "found nothing. Functions there: bad, fine"),
+        ("{script}:takes_one", "one that takes some (missing a required argument: 'x')"),
         ("{script}:weight", "found a Parameter. Functions there: bad, fine, make"),
     ],
 )

@@ -264,3 +264,116 @@ def check_one_rank_fails_at_the_capture(rank: int) -> None:
 
 def test_one_rank_that_fails_at_the_capture(two_ranks: Ranks) -> None:
     two_ranks.run(check_one_rank_fails_at_the_capture)
+
+
+def check_two_models(rank: int, kind: str, fails_at: int) -> None:
+    """Rank 1 fails in some run of a step that reduces two models."""
+    with captures_on("cpu"):
+        torch.manual_seed(0)
+        first, second = (fusedddp.wrap(nn.Linear(a, b)) for a, b in ((6, 5), (5, 2)))
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+        xs = batches(3, rank, "cpu")
+        runs = 0
+
+        def step(x: Tensor) -> Tensor:
+            nonlocal runs
+            runs += 1
+            x = x[:, :6]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if kind == "apart":  # as with GANs
+                second(first(x).detach()).square().mean().backward()
+            if rank == 1 and runs == fails_at:
+                raise ValueError("no data")
+            loss: Tensor = second(first(x)).square().mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            return loss.detach()
+
+        text = r"no data" if rank == 1 else "rank 1 failed, so no rank can go on. .*no data"
+        with pytest.raises((ValueError, RuntimeError), match=text):
+            fusedddp.make_graphed_step(step, (xs[0],), model=[first, second])
+        losses = [step(x) for x in xs]
+        expected = [loss.clone() for loss in losses]
+        for loss in expected:
+            torch.distributed.all_reduce(loss)
+        weight = second.module.weight.detach().clone()
+        torch.distributed.broadcast(weight, 0)
+        assert torch.equal(weight, second.module.weight)
+
+
+# In run 4 of "together" both are reduced in one backward whose rounds overlap: see the docs.
+@pytest.mark.parametrize(
+    ("kind", "fails_at"),
+    [("together", 1), ("together", 2), ("together", 5), *(("apart", n) for n in range(1, 6))],
+)
+def test_a_rank_that_fails_in_a_step_of_two_models(
+    two_ranks: Ranks, kind: str, fails_at: int
+) -> None:
+    two_ranks.run(check_two_models, kind, fails_at)
+
+
+def check_other_numbers_of_rounds(rank: int, kind: str, fails_at: int) -> None:
+    """Steps with no backward, with two, and one whose model is not told and not reached."""
+    with captures_on("cpu"):
+        case, eager = training("views", "cpu", None), training("views", "cpu", None)
+        xs = batches(3, rank, "cpu")
+        runs = 0
+
+        def step(x: Tensor) -> Tensor:
+            nonlocal runs
+            runs += 1
+            if rank == 1 and runs == fails_at and kind != "two backwards":
+                raise ValueError("no data")
+            if kind == "forward":
+                return case.model(x).sum().detach()
+            if kind == "two backwards":
+                case.model(x).sum().backward()
+                if rank == 1 and runs == fails_at:
+                    raise ValueError("no data")
+            return case.step(x)
+
+        with pytest.raises((ValueError, RuntimeError), match="no data"):
+            fusedddp.make_graphed_step(step, (xs[0],))
+        for x in xs:
+            assert case.step(x).tolist() == eager.step(x).tolist()
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["forward", "two backwards", "not told"])
+def test_a_rank_that_fails_in_steps_with_other_numbers_of_rounds(
+    two_ranks: Ranks, kind: str, fails_at: int
+) -> None:
+    two_ranks.run(check_other_numbers_of_rounds, kind, fails_at)
+
+
+def check_update_fails(rank: int, fails_at: int) -> None:
+    with captures_on("cpu"):
+        case = training("views", "cpu", None)
+        (x,) = batches(1, rank, "cpu")
+        runs = 0
+
+        def backward(x: Tensor) -> Tensor:
+            loss: Tensor = case.model(x).square().mean()
+            loss.backward()
+            return loss
+
+        def update() -> None:
+            nonlocal runs
+            runs += 1
+            if rank == 1 and runs == fails_at:
+                raise ValueError("no data")
+            case.optimizer.step()
+            case.optimizer.zero_grad()
+
+        step = fusedddp.make_graphed_step((backward, update), (x,), model=case.model)
+        with pytest.raises((ValueError, RuntimeError), match="no data"):
+            step(x)
+        case.optimizer.zero_grad()
+        assert step(x).isfinite()
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 4])
+def test_an_update_that_fails_on_one_rank(two_ranks: Ranks, fails_at: int) -> None:
+    two_ranks.run(check_update_fails, fails_at)

@@ -216,6 +216,8 @@ def test_without_a_gpu_the_step_runs_eagerly(caplog: pytest.LogCaptureFixture) -
         fusedddp.make_graphed_step(lambda x: x, (x,), enabled=True)
     step = fusedddp.make_graphed_step(lambda x: x.sum().item() + x, (x,), enabled=False)
     assert step(x).tolist() == (x + 6).tolist()
+    result = fusedddp.make_graphed_step(lambda x: x, (x,))(x)  # a copy, as from a graph
+    assert torch.equal(result, x) and result.data_ptr() != x.data_ptr()
 
 
 # -- endings -------------------------------------------------------------------------------------
@@ -334,6 +336,19 @@ def check_arguments(rank: int, device: str) -> None:
             ),
             (lambda: make((len, len), (x,)), ValueError, "pass model=model"),
             (lambda: make(len, (x,)), TypeError, r"found 2 \(int\)"),
+            (lambda: make(len, {x}), TypeError, "sample_args: expected a tuple"),
+            (lambda: make(len, (x,), {1: x}), TypeError, "sample_kwargs: expected a dict"),
+            (lambda: make(len, (x,), [("x", x)]), TypeError, "sample_kwargs: expected a dict"),
+            (lambda: make(len, (x,), enabled=0), TypeError, "enabled: expected True"),
+            (lambda: make(len, (x,), enabled=torch.ones(2)), TypeError, "enabled: expected True"),
+            (lambda: make(len, (x,), scaler=3), TypeError, "scaler: expected a GradScaler"),
+            (lambda: make(len, (x,), model=nn.Linear), TypeError, "expected a Module or .* type"),
+            (lambda: make(len, (x,), pool=3), TypeError, "pool: expected"),
+            (
+                lambda: make((len, len), (x,), model=fusedddp.wrap(nn.Linear(2, 2).to(device))),
+                TypeError,
+                "the update, to take no arguments",
+            ),
         ):
             with pytest.raises(kind, match=text):
                 call()
@@ -438,6 +453,26 @@ def check_split(rank: int, device: str) -> None:
         for each in (eager, case):
             each.optimizer.zero_grad()
         check_same(case.state(), eager.state())
+
+
+def check_split_models(rank: int) -> None:
+    with captures_on("cpu"):
+        models = [fusedddp.wrap(nn.Linear(20, 5)) for _ in range(2)]
+
+        def backward(x: Tensor) -> Tensor:
+            loss: Tensor = sum(model(x).square().mean() for model in models)
+            loss.backward()
+            return loss
+
+        (x,) = batches(1, rank, "cpu")
+        step = fusedddp.make_graphed_step((backward, lambda: None), (x,), model=models)
+        step(x)
+        with models[0].no_sync(), pytest.raises(RuntimeError, match="found some of 2"):
+            step(x)
+
+
+def test_no_sync_of_one_of_two_models(two_ranks: Ranks) -> None:
+    two_ranks.run(check_split_models)
 
 
 def test_reduction_between_two_graphs(two_ranks: Ranks) -> None:

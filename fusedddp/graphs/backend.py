@@ -29,6 +29,9 @@ class Backend(Protocol):
     def new_pool(self) -> Any:
         """Memory that several graphs share."""
 
+    def check_pool(self, pool: Any) -> None:
+        """Raises TypeError if `pool` is no memory of that kind."""
+
     def warm_up(self) -> contextlib.AbstractContextManager[None]:
         """Runs the body on the stream of captures, in order with the current stream."""
 
@@ -59,6 +62,14 @@ class CudaBackend:
 
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
+
+    def check_pool(self, pool: Any) -> None:
+        is_handle = isinstance(pool, tuple) and [*map(type, pool)] == [int, int]
+        if not is_handle:
+            raise TypeError(
+                "pool: expected what torch.cuda.graph_pool_handle() or CUDAGraph.pool() returns, "
+                f"found {pool!r} ({type(pool).__name__})"
+            )
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:

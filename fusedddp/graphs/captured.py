@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusedddp.graphs.backend import Backend, Graph
@@ -23,6 +24,7 @@ class CapturedStep:
         backend: what has captured.
         graph: the graph.
         placeholders: the tensors that it reads instead of those of a call.
+        written: positions of those that it writes as well.
         outputs: what it returns.
         entry: the gradients that it begins with.
         bindings: what it depends on, from before the capture.
@@ -39,6 +41,7 @@ class CapturedStep:
         backend: Backend,
         graph: Graph,
         placeholders: Sequence[Tensor],
+        written: Sequence[int],
         outputs: Outputs,
         entry: Entry,
         bindings: Bindings,
@@ -50,6 +53,7 @@ class CapturedStep:
         self._backend = backend
         self._graph = graph
         self._placeholders = placeholders
+        self._written = written
         self._outputs = outputs
         self._exit = Exit(participants.params, participants.wrappers)
         self._wrappers = [
@@ -71,6 +75,9 @@ class CapturedStep:
         fill(self._placeholders, tensors)
         self.entry.fill(gradients)
         self._backend.replay(self._graph)
+        with torch.no_grad():
+            for index in self._written:
+                tensors[index].copy_(self._placeholders[index])
         self._exit.restore(gradients)
         for wrapper, reducer, accumulated, syncs_params in self._wrappers:
             reducer.accumulated = accumulated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def make_graphed_step(
     step: Callable[..., Any] | tuple[Callable[..., Any], Callable[[], Any]],
-    sample_args: Iterable[Any],
+    sample_args: tuple[Any, ...] | list[Any],
     sample_kwargs: dict[str, Any] | None = None,
     *,
     model: Module | Iterable[Module] | None = None,
@@ -59,14 +60,15 @@ def make_graphed_step(
             ``no_sync``; give `model` with it.
         sample_args: arguments of one call. Only what they look like matters.
         sample_kwargs: keyword arguments.
-        model: the module or modules that `step` trains; None for those whose forward runs in it.
-            Give those that it uses without calling them, or their state is not put back, and
-            changes to them are not noticed. (A step that drops gradients before it runs the model
-            needs it, too, if those that are there now are to be put back.)
-        optimizer: the optimizer or optimizers; None for those that step in it. As for `model`.
-        scaler: the ``torch.amp.GradScaler``, if there is one. It cannot be found.
-        warmup: eager steps before a capture; one more shows whether the step uses gradients that it
-            finds, and further ones are run if a wrapper has not laid its buckets out by then.
+        model: the module or modules that `step` trains; None for those that its code names (as
+            globals, free variables, or attributes of ``self``), and whose forward runs in it. Give
+            others that it uses, or their state is not put back, and changes to them are not
+            noticed; and wrapped ones that no rank can find if the step raises right away.
+        optimizer: the optimizer or optimizers; None for those that `step` names or steps.
+        scaler: the ``torch.amp.GradScaler`` or several; None for those that `step` names.
+        warmup: eager steps before a capture. One before them rehearses without collectives, one
+            more shows whether the step uses gradients that it finds, and further ones are run if a
+            wrapper has not laid its buckets out by then.
         max_graphs: the least recently used graph is dropped for one more. A graph costs the memory
             of its inputs and results; the rest is shared.
         pool: memory to share with other graphs (``torch.cuda.graph_pool_handle()``).
@@ -101,14 +103,21 @@ def make_graphed_step(
         raise TypeError(
             f"step: expected a function, or a tuple of two, found {step!r} ({type(step).__name__})"
         )
-    if isinstance(sample_args, (torch.Tensor, str, dict)) or not isinstance(sample_args, Iterable):
+    if not isinstance(sample_args, (tuple, list)):
         raise TypeError(
             "sample_args: expected a tuple of arguments, found "
             f"{type(sample_args).__name__}. Write (x,) for a single one."
         )
     _require_count("warmup", warmup)
     _require_count("max_graphs", max_graphs)
-    if enabled not in (None, True, False):
+    if sample_kwargs is not None and not (
+        isinstance(sample_kwargs, dict) and all(isinstance(key, str) for key in sample_kwargs)
+    ):
+        raise TypeError(
+            "sample_kwargs: expected a dict of arguments by name, or None, found "
+            f"{type(sample_kwargs).__name__}."
+        )
+    if not (enabled is None or isinstance(enabled, bool)):
         raise TypeError(f"enabled: expected True, False or None, found {enabled!r}")
     args, kwargs = tuple(sample_args), dict(sample_kwargs or {})
     participants = Participants()
@@ -122,7 +131,12 @@ def make_graphed_step(
         )
     if len(functions) == 2:
         _require_plain_average(participants)
+    if len(functions) == 2:
+        _require_no_arguments(functions[1])
     device_type, backend = _choose_backend(tensors_of(participants, args, kwargs), enabled)
+
+    if backend is not None and pool is not None:
+        backend.check_pool(pool)
 
     def make(
         function: Callable[..., Any], world: Participants, *, must_return: bool = True
@@ -151,6 +165,18 @@ def make_graphed_step(
         graphed.close()
         raise
     return graphed
+
+
+def _require_no_arguments(update: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(update).bind()
+    except TypeError as error:
+        raise TypeError(
+            "step: expected the second of two functions, the update, to take no arguments, found "
+            f"{update!r} ({error}). Let it find what it needs by a closure."
+        ) from None
+    except ValueError:  # no signature to be had
+        pass
 
 
 def _require_plain_average(participants: Participants) -> None:

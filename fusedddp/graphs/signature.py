@@ -127,10 +127,12 @@ class Outputs:
                         "computed, and move it after the call."
                     )
             elif leaf is not None and not isinstance(leaf, str):
+                found = type(leaf).__name__
+                if isinstance(leaf, _CONSTANTS):
+                    found = f"{leaf!r} ({found})"
                 raise TypeError(
-                    "expected the step to return tensors, in containers or not, found "
-                    f"{leaf!r} ({type(leaf).__name__}): it would be the same after every replay. "
-                    "Return a tensor, or leave it out."
+                    f"expected the step to return tensors, in containers or not, found {found}: it "
+                    "would be the same after every replay. Return a tensor, or leave it out."
                 )
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
@@ -144,6 +146,11 @@ class Outputs:
 def detached(result: Any) -> Any:
     """What a graph returns for `result`: tensors without an autograd history."""
     return pytree.tree_map_only(Tensor, Tensor.detach, result)
+
+
+def copied(result: Any) -> Any:
+    """The same, as tensors that nobody else writes."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
 
 
 def describe(inputs: Inputs) -> list[str]:

@@ -33,7 +33,13 @@ class SplitStep(ending.Closing):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trains one step; under the user's own `no_sync` it only accumulates gradients."""
-        syncs = all(wrapper.require_backward_grad_sync for wrapper in self._participants.wrappers)
+        wrappers = self._participants.wrappers
+        syncs = all(wrapper.require_backward_grad_sync for wrapper in wrappers)
+        if not syncs and any(wrapper.require_backward_grad_sync for wrapper in wrappers):
+            raise RuntimeError(
+                "expected all wrapped models of a step of two functions under no_sync, or none, "
+                f"found some of {len(wrappers)}. Enter no_sync for each of them."
+            )
         with self._without_sync():
             result = self._backward(*args, **kwargs)
         if syncs:

@@ -117,6 +117,8 @@ class Snapshot:
         for values, before in self._buffers:
             values.update(before)
         for storage, contents in self._written:
+            if storage.size() != contents.size():  # the step has resized it
+                storage.resize_(contents.size())
             storage.copy_(contents)
         for tensor, value in self._tensors.values():
             tensor.data.copy_(value)  # .data: to autograd nothing has happened
@@ -192,8 +194,8 @@ class _FirstWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self._known.add(storage._cdata)
                         self._written.append((storage, storage.clone()))
         result = func(*args, **kwargs)
-        # Made here, or known by now.
-        self._known.update(storage._cdata for storage in _storages(result))
+        if all(returned.alias_info is None for returned in func._schema.returns):
+            self._known.update(storage._cdata for storage in _storages(result))  # made here
         return result
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fusedddp.graphs.participants import Participants
 from fusedddp.graphs.signature import (
     Inputs,
     Outputs,
+    copied,
     detached,
     fill,
     first_difference,
@@ -35,6 +37,16 @@ from fusedddp.graphs.state import Snapshot
 from fusedddp.graphs.variables import find_variables
 
 logger = logging.getLogger(__name__)
+
+
+class _Running(threading.local):
+    """The graphed steps whose function runs in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.steps: list[GraphedStep] = []
+
+
+_running = _Running()
 
 # A graph that is captured anew for each call costs more than it saves.
 _MAX_STALE_IN_A_ROW = 3
@@ -90,7 +102,6 @@ class GraphedStep(ending.Closing):
         self._new_in_a_row = 0
         self._last_inputs: Inputs | None = None
         self._thread = threading.get_ident()
-        self._is_running = False
         self._is_closed = False
         if backend is not None:
             ending.note_live(self)
@@ -109,24 +120,26 @@ class GraphedStep(ending.Closing):
                 or of itself, from another thread, or in `join`; what the capture has met.
         """
         self._check_call()
-        self._is_running = True
-        try:
+        with self._running():
             if self._backend is None:
-                return detached(self._step(*args, **kwargs))
+                return copied(self._step(*args, **kwargs))
             return self._call(args, kwargs)
-        finally:
-            self._is_running = False
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Captures for these arguments, and leaves everything as it was. Collective."""
         self._check_call()
         if self._backend is None:
             return
-        self._is_running = True
-        try:
+        with self._running():
             self._capture(flatten_inputs(args, kwargs, self._device_type))
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        _running.steps.append(self)
+        try:
+            yield
         finally:
-            self._is_running = False
+            _running.steps.pop()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = flatten_inputs(args, kwargs, self._device_type)
@@ -145,7 +158,7 @@ class GraphedStep(ending.Closing):
         if found is None:
             found = self._capture(inputs)
             if found is None:  # it turned out that it cannot be one
-                return detached(self._step(*args, **kwargs))
+                return copied(self._step(*args, **kwargs))
             gradients = Gradients.of(self._participants.params)  # parameters may be new
         self._num_calls += 1
         found.last_use = self._num_calls
@@ -226,6 +239,7 @@ class GraphedStep(ending.Closing):
         key = self._key(inputs)
         bindings = Bindings(world, self._step)
         entry = Entry(world.params, dropped)
+        versions = [tensor._version for tensor in placeholders]
         captured: CapturedStep | None = None
         problem: BaseException | None = None
         # Casts that autocast has kept are of the parameters as they were.
@@ -246,7 +260,10 @@ class GraphedStep(ending.Closing):
                     f"expected the step to return a tensor, found that it returns {result!r}. "
                     "A replay shows nothing else of what it computes: return the loss."
                 )
-            captured = CapturedStep(backend, graph, placeholders, outputs, entry, bindings, world)
+            written = [i for i, t in enumerate(placeholders) if t._version != versions[i]]
+            captured = CapturedStep(
+                backend, graph, placeholders, written, outputs, entry, bindings, world
+            )
         except BaseException as error:
             problem = translate(error)
             if problem is not error:
@@ -268,6 +285,12 @@ class GraphedStep(ending.Closing):
             self.close_graphs()
             raise
         assert captured is not None
+        if self._is_closed:  # by the step itself
+            captured.drop()
+            raise RuntimeError(
+                "expected a step that stays open while it is captured, found that it was closed "
+                "there. Close it after the call."
+            )
         self._graphs.setdefault(key, []).append(captured)
         return captured
 
@@ -279,14 +302,17 @@ class GraphedStep(ending.Closing):
         assert backend is not None
         rounds = agreement.Rounds(world)
 
+        def rehearsed() -> None:
+            with snapshot.first_writes(placeholders):
+                run()
+
         def meet_module(module: Module) -> None:
             snapshot.add_module(module)
             rounds.note_module(module)
 
         try:
             with backend.warm_up(), world.met(meet_module, snapshot.add_optimizer):
-                with snapshot.first_writes(placeholders):
-                    rounds.rehearse(run)
+                rounds.rehearse(rehearsed)
                 for _ in range(self._warmup):
                     snapshot.restore_gradients()
                     rounds.run(run)
@@ -371,10 +397,15 @@ class GraphedStep(ending.Closing):
                 "calls from the thread that made the step",
                 f"one from {threading.current_thread().name}. Make a step in each thread",
             )
-        elif self._is_running:
+        elif self in _running.steps:
             problem = (
                 "a step that does not call itself",
                 "that it does. Call the function itself instead",
+            )
+        elif any(step._backend is not None for step in _running.steps):
+            problem = (
+                "no graphed step within another one",
+                "one. Call or graph the function itself in there",
             )
         elif is_capturing():
             problem = (
