@@ -75,9 +75,11 @@ class CudaBackend:
     def warm_up(self) -> Iterator[None]:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # what was run before an error is put back on the current stream
+            current.wait_stream(self._stream)
 
     def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Graph, Any]:
         graph = torch.cuda.CUDAGraph()
