@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from fusedddp.process_group import require_group
@@ -160,3 +161,15 @@ def _device_index(device: int | torch.device | str) -> int:
         return device
     index = torch.device(device).index
     return torch.accelerator.current_device_index() if index is None else index
+
+
+def refuse_two_reducers(other: DistributedDataParallel, params: Sequence[Parameter]) -> None:
+    """Raises RuntimeError if torch's DDP reduces some of `params` too."""
+    theirs = {id(p) for p in other._module_parameters if p.requires_grad}
+    if not theirs.isdisjoint(map(id, params)):
+        raise RuntimeError(
+            "expected one reducer for each parameter, found a FusedDDP and torch's "
+            f"DistributedDataParallel around {type(other.module).__name__}, one inside of the "
+            "other. Each would overwrite the other's buckets: wrap both with fusedddp.wrap, or "
+            "leave one out."
+        )

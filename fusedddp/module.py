@@ -8,7 +8,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,14 @@ from fusedddp.checks import (
     check_module,
     choose_devices,
     choose_group,
+    refuse_two_reducers,
     require_ops,
 )
 from fusedddp.comm_hooks import CommHook, CommHookFn, builtin_comm_hook
 from fusedddp.config import MIB, Options, bucket_caps, describe_options
 from fusedddp.dynamo import keep_dynamo_out
 from fusedddp.join import MirrorSteps, begin_step, tell_sync
-from fusedddp.logging_data import ErrorLog, collect
+from fusedddp.logging_data import ErrorLog
 from fusedddp.mixed_precision import MixedPrecision, require_mixed_precision
 from fusedddp.optimizers import step_in_backward, take_over_in_backward
 from fusedddp.output_hooks import find_tensors
@@ -41,6 +42,7 @@ from fusedddp.process_group import require_group
 from fusedddp.reducer import Reducer
 from fusedddp.replicas import broadcast, describe, fail_together, start_broadcast, verify_same
 from fusedddp.sparse import sparse_params
+from fusedddp.surface import Surface
 from fusedddp_kernels import Ops
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ def wrap(module: Module, **ddp_keywords: Any) -> FusedDDP:
     return FusedDDP(module, **ddp_keywords)
 
 
-class FusedDDP(DistributedDataParallel):
+class FusedDDP(Surface):
     """A module whose gradients are averaged over the ranks of a process group during backward.
 
     Drop-in for ``torch.nn.parallel.DistributedDataParallel``: same keywords, attributes,
@@ -122,9 +124,6 @@ class FusedDDP(DistributedDataParallel):
         RuntimeError: no parameter requires a gradient, or ranks differ in number, names, shapes,
             strides or dtypes of parameters. Every rank raises, whichever it concerns.
     """
-
-    reducer: Reducer  # type: ignore[assignment]
-    logger: ErrorLog
 
     def __init__(
         self,
@@ -262,8 +261,7 @@ class FusedDDP(DistributedDataParallel):
                 "before wrapping, or use the module without a wrapper."
             )
         for inner in module.modules():
-            if isinstance(inner, DistributedDataParallel):
-                _refuse_two_reducers(inner, self._module_parameters)
+            _refuse_ddp(inner, self._module_parameters)
         self.dim = dim
         self.logger = ErrorLog()
         self.device = self._module_parameters[0].device
@@ -411,8 +409,7 @@ class FusedDDP(DistributedDataParallel):
             # Only now, because users may add optimizers after wrapping.
             self._optimized_in_backward = take_over_in_backward(self._module_parameters)
             outer = self._get_active_ddp_module()  # type: ignore[no-untyped-call]
-            if outer is not None:
-                _refuse_two_reducers(outer, self._module_parameters)
+            _refuse_ddp(outer, self._module_parameters)
             self._lazy_init_ran = True
         if _inside_backward():  # a forward that activation checkpointing runs again
             return
@@ -482,15 +479,6 @@ class FusedDDP(DistributedDataParallel):
         self._renew_if_outdated()
         if self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()  # type: ignore[no-untyped-call]
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """The name of `forward_sync_buffers` before torch 2.13."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         """Gives all ranks the buffers of one; or calls the hook for buffers, if there is one."""
@@ -570,33 +558,6 @@ class FusedDDP(DistributedDataParallel):
         self._log_errors_of(self.reducer.rounds.set_static_graph)
         self.static_graph = True
 
-    def _set_sparse_metadata(self, global_unique_ids: Mapping[str, Tensor]) -> None:
-        """Accepts the rows that ranks will use, as DDP does, and needs none: any rows will do."""
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return collect(self)
-
-    def _log_errors_of(self, function: Callable[[], None]) -> None:
-        try:
-            function()
-        except Exception as error:
-            self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
-            raise
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Accepted, as torch DDP does: nothing is sampled here, see torch.profiler."""
-        if sample_rate < 1:
-            raise ValueError(
-                "DDP runtime logging sample rate should be equal or greater than 1, found "
-                f"{sample_rate}"
-            )
-
-    def _check_reducer_finalized(self) -> None:
-        self.reducer.check_finalized()
-
-    def _remove_autograd_hooks(self) -> None:
-        self.reducer.remove_hooks()
-
     # -- copies ----------------------------------------------------------------------------------
 
     def _local_state(self) -> dict[str, Any]:
@@ -659,52 +620,6 @@ class FusedDDP(DistributedDataParallel):
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._restore(state, require_group(None, "unpickling a FusedDDP"))
 
-    # -- access to the inner module --------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            inner = self.__dict__.get("_modules", {}).get("module")
-            if inner is None:
-                raise
-        try:
-            return getattr(inner, name)
-        except AttributeError:
-            raise AttributeError(
-                f"neither {type(self).__name__} nor the {type(inner).__name__} in it has an "
-                f"attribute {name!r}"
-            ) from None
-
-
-def _not_supported(name: str) -> Any:
-    def method(*_: object, **__: object) -> NoReturn:
-        raise NotImplementedError(
-            f"FusedDDP.{name} belongs to the C++ reducer of torch DDP, which FusedDDP has no use "
-            "for. docs/compatibility.md says what takes its place."
-        )
-
-    method.__name__ = name
-    return method
-
-
-for _name in (
-    "_ddp_init_helper",
-    "_delayed_all_reduce_hook",
-    "_fire_reducer_autograd_hook",
-    "_lazy_init",
-    "_match_all_reduce_for_bwd_pass",
-    "_match_unused_params_allreduce",
-    "_module_wait_for_copy_hook",
-    "_post_forward",
-    "_pre_forward",
-    "_register_accum_grad_hook",
-    "_register_delay_all_reduce_hook",
-    "_root_copy_hook",
-    "_setup_in_backward_optimizers",
-):
-    setattr(FusedDDP, _name, _not_supported(_name))
-
 
 def _make_requires_sync(wrapper: FusedDDP) -> Callable[[], bool]:
     reference = weakref.ref(wrapper)
@@ -729,18 +644,10 @@ def _weakly(wrapper: FusedDDP, method: Callable[Concatenate[FusedDDP, _P], _T]) 
     return call
 
 
-def _refuse_two_reducers(other: DistributedDataParallel, params: Sequence[Parameter]) -> None:
-    """Raises RuntimeError if another implementation reduces some of `params` too."""
-    if isinstance(other, FusedDDP):  # averaging an average changes nothing
-        return
-    theirs = {id(p) for p in other._module_parameters if p.requires_grad}
-    if not theirs.isdisjoint(map(id, params)):
-        raise RuntimeError(
-            "expected one reducer for each parameter, found a FusedDDP and torch's "
-            f"DistributedDataParallel around {type(other.module).__name__}, one inside of the "
-            "other. Each would overwrite the other's buckets: wrap both with fusedddp.wrap, or "
-            "leave one out."
-        )
+def _refuse_ddp(other: Module | None, params: Sequence[Parameter]) -> None:
+    """Refuses torch's DDP around or inside of ours. (Of two of ours one averages an average.)"""
+    if isinstance(other, DistributedDataParallel) and not isinstance(other, FusedDDP):
+        refuse_two_reducers(other, params)
 
 
 def _inside_backward() -> bool:
