@@ -85,6 +85,14 @@ def replace_optimizer_state(case: Training) -> None:
         values["exp_avg"] = torch.full_like(values["exp_avg"], 0.5)
 
 
+def hook_gradient(case: Training) -> None:
+    case.model.module.body[2].weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def hook_forward(case: Training) -> None:
+    case.model.module.body[1].register_forward_hook(lambda module, args, output: output * 0.5)
+
+
 def evaluate(case: Training) -> None:
     case.model.eval()
 
@@ -140,6 +148,8 @@ CASES: dict[str, _Case] = {
     "optimizer state replaced": (replace_optimizer_state, {}, [_CHANGE]),
     "rate of dropout": (set_dropout, {"name": "dropout"}, [_CHANGE]),
     "momentum of a norm": (set_momentum, {"name": "buffers"}, [_CHANGE]),
+    "hook on a parameter": (hook_gradient, {}, [_CHANGE]),
+    "hook on a module": (hook_forward, {}, [_CHANGE]),
     "evaluation": (evaluate, {"name": "dropout"}, [_MODE]),
     "gradients dropped": (drop_gradients, {"name": "no zero"}, [_FITS]),
     "gradients dropped for good": (drop_gradients, {}, [_LEAVE]),

@@ -21,10 +21,10 @@ _T = TypeVar("_T")
 # step raises before that has to issue them as well, or the others wait for it, and only then can it
 # tell them why. So the step is rehearsed first, without these collectives. What can be wrong with
 # it mostly shows there, and which rounds it has is known afterwards. In later steps a rank that
-# fails issues those that it has left out by `skip_backward`. (Where two wrapped models of
-# several buckets are reduced in one backward, those rounds overlap, and one after the other they
-# do not match.) In a capture
-# on CUDA nothing is carried out, so nobody waits, and the failed backward is forgotten.
+# fails issues those that it has left out by `skip_backward`. (Where two wrapped models of several
+# buckets are reduced in one backward, those rounds overlap, and one after the other they do not
+# match.) In a capture on CUDA nothing is carried out, so nobody waits, and the failed backward is
+# forgotten.
 
 
 def agree_to_capture(participants: Participants) -> None:

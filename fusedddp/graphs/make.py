@@ -44,13 +44,13 @@ def make_graphed_step(
     at the first such call. Ranks must meet new ones in the same calls. What a graph has baked in is
     looked at in each call, and the graph is captured anew, with a line in the log, if a learning
     rate that is a number has changed, a checkpoint has been loaded into the optimizer, parameters
-    or buffers were replaced or moved, the wrapper has other buckets, or globals, free variables or
-    attributes that the step reads have other values. A learning rate that is a tensor needs no new
-    graph.
+    or buffers were replaced or moved, hooks on them came or went, the wrapper has other buckets, or
+    globals, free variables or attributes that the step reads have other values. A learning rate
+    that is a tensor needs no new graph.
 
     Not looked at: Python that the step runs besides (counters, schedulers, random numbers of
-    Python or NumPy), and hooks that are registered later: that happens at the capture, and never
-    again. Random numbers of torch go on from replay to replay, as in eager steps.
+    Python or NumPy). That happens at the capture, and never again. Random
+    numbers of torch go on from replay to replay, as in eager steps.
 
     Args:
         step: a function of tensors, containers of them and plain values (numbers, strings, None).

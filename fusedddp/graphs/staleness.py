@@ -21,6 +21,8 @@ from fusedddp.graphs.participants import SCHEDULER_KEYS, Participants
 from fusedddp.graphs.variables import find_variables
 from fusedddp.module import FusedDDP
 
+_grad_hooks = operator.attrgetter("_backward_hooks")
+_accumulated_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 _SCALER_SETTINGS = ("_enabled", "_growth_factor", "_backoff_factor", "_growth_interval")
 
 
@@ -55,6 +57,18 @@ class Bindings:
             for values in (module._parameters, module._buffers, module._modules)
             if values
         ]
+        self._hooks: list[dict[int, Any]] = [
+            hooks
+            for module in participants.modules
+            for hooks in (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+            )
+        ]
+        # Ours are among them, in the same dict.
+        self._hooks += filter(None, map(_accumulated_hooks, participants.params))
         # Of wrappers other things count, see below.
         self._watch_numbers(
             (module, Fields(module.__dict__, _plain_attributes(module)))
@@ -70,6 +84,7 @@ class Bindings:
             _Part(self._take_params, equal, "a parameter was moved to other memory"),
             _Part(self._take_buffers, equal, "a buffer was moved to other memory"),
             _Part(self._take_members, are_same, "a parameter, buffer or submodule was replaced"),
+            _Part(self._take_hooks, equal, "hooks on modules or parameters came or went"),
             _Part(self._take_states, are_same, "the state of an optimizer was replaced"),
             _Part(self._take_trained, are_same, "an optimizer trains other parameters"),
             _Part(
@@ -108,6 +123,10 @@ class Bindings:
 
     def _take_members(self) -> list[Any]:
         return [*chain.from_iterable(map(dict.values, self._members))]
+
+    def _take_hooks(self) -> list[Any]:
+        found = map(_grad_hooks, self._participants.params)  # None where there never was one
+        return [sum(map(len, self._hooks)), sum(map(len, filter(None, found)))]
 
     def _take_states(self) -> list[Any]:
         states = [optimizer.state for optimizer in self._participants.optimizers]
