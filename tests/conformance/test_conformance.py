@@ -60,5 +60,5 @@ def test_deadline_shows_the_stacks_of_every_rank(runner: Runner) -> None:
     for text in stacks:
         # Not the name of the test: only the innermost 100 frames are shown, and a busy machine is
         # not there yet.
-        assert re.search(r"Current thread \w+ \(most recent call first\):\n  File ", text)
+        assert "(most recent call first)" in text and '\n  File "' in text
     assert runner.run("test_DistributedDataParallel_requires_grad", "plain").outcome == "pass"
