@@ -35,7 +35,7 @@ class MirrorSteps(JoinHook):
             # does not matter here: this rank contributes zeros.
             collective = model.reducer.rounds.collective
             collective.divide_factor = max(collective.world_size - 1, 1)
-        model._renew_if_outdated()
+        model.renew_if_outdated()
         model._check_and_sync_module_buffers()  # type: ignore[no-untyped-call]
         syncs = model._check_global_requires_backward_grad_sync(is_joined_rank=True)  # type: ignore[no-untyped-call]
         model.require_forward_param_sync = bool(syncs)

@@ -39,7 +39,7 @@ from fusedddp.optimizers import step_in_backward, take_over_in_backward
 from fusedddp.output_hooks import find_tensors
 from fusedddp.owners import Owners
 from fusedddp.process_group import require_group
-from fusedddp.reducer import Reducer
+from fusedddp.reducer import Issue, Reducer
 from fusedddp.replicas import broadcast, describe, fail_together, start_broadcast, verify_same
 from fusedddp.sparse import sparse_params
 from fusedddp.surface import Surface
@@ -288,6 +288,7 @@ class FusedDDP(Surface):
         # Beyond those of the base class.
         self._divide_by_initial_world_size = True
         self._buffer_source = 0
+        self.num_buffer_syncs = 0
         self._buffer_futures: list[torch.futures.Future[Any]] = []
         self._optimized_in_backward: list[Parameter] = []
 
@@ -340,7 +341,7 @@ class FusedDDP(Surface):
             precision=self._precision,
         )
 
-    def _renew_if_outdated(self) -> None:
+    def renew_if_outdated(self) -> None:
         """Lays the buckets out anew for a module that was frozen, unfrozen or moved.
 
         Collective if it was; that is up to the user to do on all ranks.
@@ -394,9 +395,8 @@ class FusedDDP(Surface):
             with self._inside_ddp_forward(), lowered:
                 output = self.module(*inputs, **kwargs)
             if trains:
-                is_real = self.reducer.rehearsal is None
-                if is_real and self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
-                    self._sync_buffers()  # type: ignore[no-untyped-call]
+                if self._check_sync_bufs_post_fwd():  # type: ignore[no-untyped-call]
+                    self._share_buffers()
                 self.require_forward_param_sync = self.require_backward_grad_sync
                 self.reducer.prepare_for_backward(
                     find_tensors(output), sync=self.require_backward_grad_sync
@@ -417,14 +417,29 @@ class FusedDDP(Surface):
         joins = self._join_config.enable
         if joins:
             begin_step(self)
-        self._renew_if_outdated()
+        self.renew_if_outdated()
         # Neither evaluation nor a forward without gradients may wait for other ranks.
-        syncs_buffers = self._check_sync_bufs_pre_fwd()  # type: ignore[no-untyped-call]
-        if syncs_buffers and (self.training or joins) and self.reducer.rehearsal is None:
-            self._sync_buffers()  # type: ignore[no-untyped-call]
+        if (self.training or joins) and self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            self._share_buffers()
         if joins:
             tell_sync(self)
         self.reducer.pending_forward = sync
+
+    def _share_buffers(self) -> None:
+        """Gives all ranks the buffers of one. Collective, but for a step that is rehearsed."""
+        if self.reducer.rehearsal is not None:
+            self.reducer.rehearsal(Issue.BUFFERS)
+            return
+        self.num_buffer_syncs += 1
+        self._sync_buffers()  # type: ignore[no-untyped-call]
+
+    def issue(self, what: Issue) -> None:
+        """Takes part in what other ranks issue in a forward or backward that this one lacks."""
+        if what is Issue.BUFFERS:
+            self._share_buffers()
+        else:
+            self.require_forward_param_sync = True  # as after the forward of that backward
+            self.reducer.skip_round()
 
     def _finish_backward(self) -> None:
         for future in self._buffer_futures:
@@ -438,8 +453,8 @@ class FusedDDP(Surface):
         For a batch that one rank has to leave out, because its loss is not finite or its forward
         or backward raised: the rank contributes zeros to the mean and gets the gradients of the
         others, so that all ranks go on with the same step and none waits. Under `no_sync` there is
-        nothing to take part in, and nothing is done; nor after a forward under `no_sync` whose
-        backward is the one to be left out.
+        nothing to take part in, and nothing is done: what counts is where it is called, and not
+        where a forward ran before it.
 
         One call stands for one backward of the other ranks. Where a step has several (two models,
         say), call it in the order in which their backwards run. It stands for their forward as
@@ -466,19 +481,17 @@ class FusedDDP(Surface):
             )
         if not self.require_backward_grad_sync:
             return
-        pending = self.reducer.pending_forward
-        if pending is False:  # its backward would have been local
-            self.reducer.pending_forward = None
-            return
-        if pending is None:
+        # A forward under no_sync is not the one whose backward the others reduce.
+        if not self.reducer.pending_forward:
             self._mirror_forward()
         self.reducer.skip_round()
 
     def _mirror_forward(self) -> None:
         """Does together with the other ranks what their forward does."""
-        self._renew_if_outdated()
+        self.renew_if_outdated()
         if self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
-            self._sync_buffers()  # type: ignore[no-untyped-call]
+            self._share_buffers()
+        self.require_forward_param_sync = True
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         """Gives all ranks the buffers of one; or calls the hook for buffers, if there is one."""

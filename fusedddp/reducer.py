@@ -43,6 +43,13 @@ class Phase(enum.Enum):
     REDUCING = "reducing"  # a backward that launches buckets as they fill
 
 
+class Issue(enum.Enum):
+    """What ranks do together in a step."""
+
+    BUFFERS = "buffers"  # before a forward
+    ROUND = "round"  # in a backward
+
+
 class Reducer:
     """Averages the gradients of `params` over a process group during backward.
 
@@ -101,9 +108,8 @@ class Reducer:
         self._undelivered: list[bool] | None = None
         # Whether the backward of the last forward is to be reduced; None if there is none to come.
         self.pending_forward: bool | None = None
-        # While a step is rehearsed nothing is reduced, and this is called at the end of each
-        # backward that would have been.
-        self.rehearsal: Callable[[], None] | None = None
+        # While a step is rehearsed no collectives are issued, and this is called in their place.
+        self.rehearsal: Callable[[Issue], None] | None = None
         self._is_rehearsed = False
         # Which parameters had no gradient when a backward without reduction began.
         self._was_none: list[bool] = []
@@ -433,7 +439,7 @@ class Reducer:
                     self.note_delivery()
                 if self._is_rehearsed and (1 in self._fired or self._may_use_nothing()):
                     assert self.rehearsal is not None
-                    self.rehearsal()
+                    self.rehearsal(Issue.ROUND)
             elif 1 in self._fired or self._may_use_nothing():
                 self._complete_round(Part.WHOLE)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import fusedddp
 from fusedddp.graphs.backend import BACKENDS
-from tests.graph_cases import batches, captures_on, check_same, training
+from tests.graph_cases import Training, batches, captures_on, check_same, training
 from tests.models import Branches
 from tests.ranks import Ranks
 
@@ -374,3 +375,67 @@ def check_update_fails(rank: int, fails_at: int) -> None:
 @pytest.mark.parametrize("fails_at", [1, 2, 4])
 def test_an_update_that_fails_on_one_rank(two_ranks: Ranks, fails_at: int) -> None:
     two_ranks.run(check_update_fails, fails_at)
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise ValueError("no data")
+        return gradient, None
+
+
+def check_places(rank: int, name: str, place: str, fails_at: int) -> None:
+    """Rank 1 fails somewhere in a step with a micro-batch under no_sync; training goes on."""
+    with captures_on("cpu"):
+        case, eager = training(name, "cpu", None), training(name, "cpu", None)
+        xs = batches(3, rank, "cpu")
+        runs = [0, 0]
+
+        def make(case: Training, index: int) -> Callable[[Tensor], Tensor]:
+            def step(x: Tensor) -> Tensor:
+                runs[index] += 1
+                fails = rank == 1 and index == 0 and runs[0] == fails_at
+                case.optimizer.zero_grad()
+                if fails and place == "before":
+                    raise ValueError("no data")
+                with case.model.no_sync():
+                    loss = case.model(x).square().mean()
+                    if fails and place == "under no_sync":
+                        raise ValueError("no data")
+                    if name != "buffers":
+                        loss.backward()
+                out = case.model(x + 1)
+                if name == "buffers":  # reaches a forward under no_sync and one that is reduced
+                    out = out + case.model(x).sum()
+                loss = FailsInBackward.apply(out, fails and place == "backward").square().mean()
+                loss.backward()
+                if fails and place == "after":
+                    raise ValueError("no data")
+                case.optimizer.step()
+                return loss.detach()
+
+            return step
+
+        step, eager_step = make(case, 0), make(eager, 1)
+        with pytest.raises((ValueError, RuntimeError), match="no data"):
+            fusedddp.make_graphed_step(step, (xs[0],))
+        case.model.reducer.check_finalized()
+        assert not any(case.model.reducer.accumulated)
+        for x in xs:
+            assert step(x).tolist() == eager_step(x).tolist()
+        with fusedddp.make_graphed_step(step, (xs[0],)) as graphed:
+            for x in xs:
+                assert graphed(x).tolist() == eager_step(x).tolist()
+
+
+@pytest.mark.parametrize("fails_at", range(1, 6))
+@pytest.mark.parametrize("place", ["before", "under no_sync", "backward", "after"])
+@pytest.mark.parametrize("name", ["views", "buffers", "bf16 hook"])
+def test_a_rank_that_fails_anywhere(two_ranks: Ranks, name: str, place: str, fails_at: int) -> None:
+    two_ranks.run(check_places, name, place, fails_at)

@@ -403,13 +403,13 @@ def test_skipping_restores_full_precision(two_ranks: Ranks, first: bool, views: 
 def check_skip_at_wrong_times(rank: int) -> None:
     model = mlp()
     wrapped = fusedddp.wrap(model)
-    # A forward under no_sync whose backward is left out: nothing to take part in.
+    # Under no_sync there is nothing to take part in.
     with wrapped.no_sync():
         loss = wrapped(batch(0, rank, (8, 20))).sum()
-    if rank == 0:
-        loss.backward()
-    else:
-        wrapped.skip_backward()
+        if rank == 0:
+            loss.backward()
+        else:
+            wrapped.skip_backward()
     wrapped.zero_grad()
 
     def skip(_: Tensor) -> None:
@@ -424,6 +424,37 @@ def check_skip_at_wrong_times(rank: int) -> None:
 
 def test_skipping_at_wrong_times(two_ranks: Ranks) -> None:
     two_ranks.run(check_skip_at_wrong_times)
+
+
+def check_skip_of_accumulation(rank: int, place: str) -> None:
+    """A rank that fails in a micro-batch under no_sync leaves out the reduced one with it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 9), nn.BatchNorm1d(9), nn.Linear(9, 3))
+    wrapped = fusedddp.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        try:
+            with wrapped.no_sync():
+                if place == "before" and rank == 1 and step in (0, 3):
+                    raise ArithmeticError
+                loss = wrapped(batch(step, rank, (8, 20))).sum()
+                if place == "between" and rank == 1 and step in (0, 3):
+                    raise ArithmeticError
+                loss.backward()
+            wrapped(batch(step + 10, rank, (8, 20))).sum().backward()
+        except ArithmeticError:
+            wrapped.skip_backward()
+        optimizer.step()
+        for param in model.parameters():
+            everywhere = [torch.empty_like(param) for _ in range(2)]
+            dist.all_gather(everywhere, param.detach())
+            assert torch.equal(*everywhere), step
+
+
+@pytest.mark.parametrize("place", ["before", "between"])
+def test_skipping_after_a_failure_under_no_sync(two_ranks: Ranks, place: str) -> None:
+    two_ranks.run(check_skip_of_accumulation, place)
 
 
 def check_skip_after_unfreezing(rank: int, joins: bool) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.nn import Module
 
 from fusedddp.graphs.participants import Participants
 from fusedddp.module import FusedDDP
+from fusedddp.reducer import Issue
 from fusedddp.replicas import fail_together, verify_same
 
 _T = TypeVar("_T")
@@ -21,10 +23,10 @@ _T = TypeVar("_T")
 # step raises before that has to issue them as well, or the others wait for it, and only then can it
 # tell them why. So the step is rehearsed first, without these collectives. What can be wrong with
 # it mostly shows there, and which rounds it has is known afterwards. In later steps a rank that
-# fails issues those that it has left out by `skip_backward`. (Where two wrapped models of several
-# buckets are reduced in one backward, those rounds overlap, and one after the other they do not
-# match.) In a capture on CUDA nothing is carried out, so nobody waits, and the failed backward is
-# forgotten.
+# fails issues those that it has left out, as `skip_backward` does. (Where two wrapped models of
+# several buckets are reduced in one backward, those rounds overlap, and one after the other they do
+# not match.) In a capture on CUDA nothing is carried out, so nobody waits, and the failed backward
+# is forgotten.
 
 
 def agree_to_capture(participants: Participants) -> None:
@@ -33,6 +35,8 @@ def agree_to_capture(participants: Participants) -> None:
     Raises:
         RuntimeError: on every rank, if they are not.
     """
+    for wrapper in participants.wrappers:
+        wrapper.renew_if_outdated()  # else the next forward does, which not all ranks may reach
     for group in participants.groups():
         lines = [
             f"wrapper {index}: sync {wrapper.require_backward_grad_sync}, "
@@ -62,8 +66,8 @@ class Rounds:
 
     def __init__(self, participants: Participants) -> None:
         self._participants = participants
-        # The wrapper of each round of a step, in their order.
-        self._order: list[FusedDDP] = []
+        # What a step issues, in order.
+        self._order: list[tuple[FusedDDP, Issue]] = []
         self._rehearsing: list[FusedDDP] | None = None
 
     def note_module(self, root: Module) -> None:
@@ -72,7 +76,10 @@ class Rounds:
             for wrapper in root.modules():
                 if isinstance(wrapper, FusedDDP):
                     self._rehearsing.append(wrapper)
-                    wrapper.reducer.rehearsal = functools.partial(self._order.append, wrapper)
+                    wrapper.reducer.rehearsal = functools.partial(self._note, wrapper)
+
+    def _note(self, wrapper: FusedDDP, issue: Issue) -> None:
+        self._order.append((wrapper, issue))
 
     def rehearse(self, step: Callable[[], object]) -> None:
         """Runs one step without the collectives of wrappers, and notes which there would be.
@@ -105,7 +112,7 @@ class Rounds:
             RuntimeError: it raises on another rank.
         """
         world = self._participants
-        before = {wrapper: wrapper.reducer.rounds.count for wrapper in world.wrappers}
+        before = _count_issued(world.wrappers)
         result: _T | None = None
         problem: BaseException | None = None
         try:
@@ -113,12 +120,13 @@ class Rounds:
         except BaseException as error:
             problem = error
         if isinstance(problem, Exception):
-            counts = {w: w.reducer.rounds.count - before.get(w, 0) for w in world.wrappers}
-            for wrapper in self._order:
-                if counts[wrapper] > 0:
-                    counts[wrapper] -= 1
+            issued = _count_issued(world.wrappers)
+            issued.subtract(before)
+            for wrapper, issue in self._order:
+                if issued[wrapper, issue] > 0:
+                    issued[wrapper, issue] -= 1
                 else:
-                    wrapper.skip_backward()
+                    wrapper.issue(issue)
             for wrapper in world.wrappers:
                 wrapper.reducer.rounds.usage.drop_lacking()
         settle(world, problem)
@@ -126,7 +134,19 @@ class Rounds:
 
     def lack_steps(self) -> bool:
         """Whether a wrapper that has reduced in the last step needs more before a capture."""
-        return any(wrapper.reducer.rounds.num_steps_missing() for wrapper in self._order)
+        return any(
+            wrapper.reducer.rounds.num_steps_missing()
+            for wrapper, issue in self._order
+            if issue is Issue.ROUND
+        )
+
+
+def _count_issued(wrappers: Iterable[FusedDDP]) -> Counter[tuple[FusedDDP, Issue]]:
+    found: Counter[tuple[FusedDDP, Issue]] = Counter()
+    for wrapper in wrappers:
+        found[wrapper, Issue.BUFFERS] = wrapper.num_buffer_syncs
+        found[wrapper, Issue.ROUND] = wrapper.reducer.rounds.count
+    return found
 
 
 def group_is_alive(group: dist.ProcessGroup) -> bool:

@@ -244,6 +244,10 @@ class GraphedStep(ending.Closing):
         problem: BaseException | None = None
         # Casts that autocast has kept are of the parameters as they were.
         torch.clear_autocast_cache()
+        # Nothing is issued in a capture, on none of the ranks.
+        counts = [
+            (wrapper.reducer.rounds, wrapper.reducer.rounds.count) for wrapper in world.wrappers
+        ]
         try:
             snapshot.check_restored()
             graph, result = backend.capture(run, self._pool)
@@ -273,6 +277,8 @@ class GraphedStep(ending.Closing):
                 wrapper.reducer.forget_backward()
         finally:
             torch.clear_autocast_cache()
+            for rounds, count in counts:
+                rounds.count = count
             snapshot.restore()
         try:
             agreement.settle(world, problem)
