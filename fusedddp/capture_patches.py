@@ -38,6 +38,11 @@ NUMPY_GENERATOR = Rule(
     "those of the capture.",
     "draw with torch on the device (torch.rand(..., device=...)), which graphs support.",
 )
+_MANUAL = Rule(
+    HOST_SYNC,
+    "fusedddp.all_reduce_gradients compares on the host what ranks pass.",
+    "give make_graphed_step two functions, (backward, update), or wrap the model.",
+)
 _SAVE = Rule(HOST_SYNC, "torch.save copies tensors to the host.", "save after a replay.")
 
 
@@ -131,6 +136,7 @@ def install(patches: Patches, notify: Notify) -> None:
         rule = _wait_rule(f"{owner.__name__}.{name}")
         patch(owner, name, rule, runs=torch.cuda.is_available())
     patch(torch, "save", _SAVE)
+    patch(sys.modules["fusedddp"], "all_reduce_gradients", _MANUAL)
     for owner in (torch, torch.random, torch.cuda):
         for name in ("manual_seed", "manual_seed_all", "seed"):
             patch(owner, name, _seed_rule(f"{owner.__name__}.{name}"))

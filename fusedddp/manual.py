@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo
 from torch.nn import Module, Parameter
 
+from fusedddp.capturing import is_capturing
 from fusedddp.collectives import OPS, Collective, Op
 from fusedddp.config import bucket_caps
 from fusedddp.hooks import listeners_of
@@ -48,7 +49,8 @@ def all_reduce_gradients(
         TypeError: an argument of another type.
         ValueError: an unknown `op`, a `reduce_dtype` that is not floating, no parameter that
             requires a gradient, no process group.
-        RuntimeError: on all ranks, if they pass different parameters; or a collective failed, and
+        RuntimeError: called while capturing a graph; on all ranks, if they pass different
+            parameters; or a collective failed, and
             no gradient is left then, since some would be reduced and some not.
 
     Example::
@@ -63,6 +65,12 @@ def all_reduce_gradients(
         raise ValueError(
             f"reduce_dtype: expected one of {', '.join(map(str, _REDUCE_DTYPES))}, or None, found "
             f"{reduce_dtype!r}"
+        )
+    if is_capturing():
+        raise RuntimeError(
+            "expected no all_reduce_gradients while capturing, found one: ranks compare on the "
+            "host what they pass. Give make_graphed_step two functions, (backward, update), "
+            "between which it reduces; or wrap the model."
         )
     group = require_group(process_group, "fusedddp.all_reduce_gradients")
     names, params = _named_params(module_or_params)

@@ -377,6 +377,29 @@ def test_an_update_that_fails_on_one_rank(two_ranks: Ranks, fails_at: int) -> No
     two_ranks.run(check_update_fails, fails_at)
 
 
+def check_manual(rank: int) -> None:
+    with captures_on("cpu"):
+        model = nn.Linear(20, 5)
+
+        def step(x: Tensor) -> Tensor:
+            model.zero_grad()
+            loss = model(x).sum()
+            loss.backward()
+            fusedddp.all_reduce_gradients(model)
+            return loss.detach()
+
+        (x,) = batches(1, rank, "cpu")
+        (finding,) = fusedddp.check_capturable(step, x).findings
+        assert "all_reduce_gradients compares on the host" in finding.message
+        with pytest.raises(RuntimeError, match=r"no all_reduce_gradients .*\(backward, update"):
+            fusedddp.make_graphed_step(step, (x,))
+        step(x)
+
+
+def test_manual_mode_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(check_manual)
+
+
 class FailsInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:

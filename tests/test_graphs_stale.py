@@ -244,7 +244,8 @@ def check_scheduler(rank: int, device: str) -> None:
         scheduler = torch.optim.lr_scheduler.StepLR(case.optimizer, 1, gamma=0.9)
         with fusedddp.make_graphed_step(case.step, (xs[0],)) as step:
             with pytest.raises(
-                RuntimeError, match=r"lr was 0.0\d* and is 0.* in AdamW\. .* use a tensor lr"
+                RuntimeError,
+                match=r"lr was 0.0\d* and is 0.* in AdamW\. Give .* a tensor",
             ):
                 for x in xs:
                     step(x)

@@ -51,6 +51,12 @@ def by_update(state: dict[str, Any], grad: Tensor) -> Tensor:
     return found
 
 
+class Foreign(Momentum):
+    """Passes for one of torch's own, of which each first value is looked at."""
+
+    __module__ = "torch.optim.foreign"
+
+
 def filled_later(state: dict[str, Any], grad: Tensor) -> Tensor:
     if "m" not in state:
         state["m"] = torch.full_like(grad, 7.0)
@@ -83,7 +89,7 @@ def check_optimizer(rank: int, device: str, make: Any, partly: bool) -> None:
             optimizer = (
                 make(model.parameters())
                 if make in (lbfgs, dampened)
-                else Momentum(model.parameters(), make)
+                else (Foreign if make is by_setdefault else Momentum)(model.parameters(), make)
             )
             if partly:
                 for param in model.parameters():
@@ -201,6 +207,44 @@ def check_written_arguments(rank: int, device: str) -> None:
 
 def test_arguments_that_the_step_writes(on_rank: _Run) -> None:
     on_rank(check_written_arguments)
+
+
+def check_shared_arguments(rank: int, device: str) -> None:
+    """Memory that a step writes by one name and reads by another."""
+    count, norm = torch.zeros(3, device=device), nn.BatchNorm1d(3).to(device)
+
+    def scales(x: Tensor, y: Tensor) -> Tensor:
+        y.mul_(0.5)
+        return x + y
+
+    def counts(x: Tensor, shown: Tensor) -> Tensor:
+        count.add_(1)
+        return x + shown
+
+    def normalises(x: Tensor, shown: Tensor) -> Tensor:
+        return norm(x) + shown
+
+    with captures_on(device):
+        x, y = torch.ones(4, 3, device=device), torch.ones(4, 3, device=device)
+        for step, args in (
+            (scales, (x, x)),
+            (scales, (x, x[:])),
+            (counts, (x, count)),
+            (normalises, (x, norm.running_mean)),
+        ):
+            apart = tuple(torch.ones_like(arg) for arg in args)
+            with fusedddp.make_graphed_step(step, apart) as graphed:
+                graphed(*apart)
+                with pytest.raises(ValueError, match="expected arguments with memory of their own"):
+                    graphed(*args)
+                assert (x == 1).all()
+                graphed(*apart)
+        with fusedddp.make_graphed_step(lambda x, y: x + y, (x, y)) as graphed:
+            assert graphed(x, x[:]).tolist() == (2 * x).tolist()  # nothing writes them
+
+
+def test_arguments_that_share_memory(on_rank: _Run) -> None:
+    on_rank(check_shared_arguments)
 
 
 def check_scaler(rank: int, device: str) -> None:

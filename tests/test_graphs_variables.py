@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable
@@ -149,6 +150,144 @@ def test_closures_and_objects() -> None:
     assert find_change(lambda x: x, set_global("FACTOR", 3.0), (Net(), Net())) == said
 
 
+@dataclasses.dataclass(frozen=True)
+class Config:
+    temp: float = 2.0
+    weights: dict[str, float] = dataclasses.field(default_factory=lambda: {"aux": 2.0})
+
+
+class Base:
+    def compute(self, x: Tensor) -> Tensor:
+        return x * self.temp
+
+
+class Styles(Base):
+    """Each method reads one thing, by one of the usual ways."""
+
+    shared = 2.0
+
+    def __init__(self) -> None:
+        self.temp, self.epoch, self.cfg, self.pair = 2.0, 2, Config(), (torch.ones(2), 2.0)
+        self.net = Masked()
+
+    @property
+    def scale(self) -> float:
+        return 0.5 * self.epoch
+
+    def by_class(self, x: Tensor) -> Tensor:
+        return x * self.shared
+
+    def by_property(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def by_super(self, x: Tensor) -> Tensor:
+        return super().compute(x)
+
+    def by_config(self, x: Tensor) -> Tensor:
+        return x * self.cfg.temp
+
+    def by_item(self, x: Tensor) -> Tensor:
+        return x * self.cfg.weights["aux"] + self.pair[0]
+
+    def by_module(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.ones(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.masked(x)
+
+    def masked(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("by_class", lambda t: setattr(t, "shared", 3.0), "shared was 2.0 and is 3.0"),
+        ("by_class", lambda t: setattr(Styles, "shared", 3.0), "shared was 2.0 and is 3.0"),
+        (
+            "by_property",
+            lambda t: setattr(t, "epoch", 3),
+            "epoch was 2 and is 3, which scale reads",
+        ),
+        ("by_super", lambda t: setattr(t, "temp", 3.0), "temp was 2.0 and is 3.0, which compute"),
+        (
+            "by_config",
+            lambda t: setattr(t, "cfg", dataclasses.replace(t.cfg, temp=3.0)),
+            "cfg was a Config and is a Config, which by_config reads",
+        ),
+        ("by_item", lambda t: t.cfg.weights.update(aux=3.0), "aux was 2.0 and is 3.0"),
+        ("by_item", lambda t: setattr(t, "pair", (torch.ones(2), 2.0)), "pair was a tuple and is"),
+        ("by_module", lambda t: setattr(t.net, "mask", torch.ones(2)), "mask was a Tensor and is"),
+    ],
+)
+def test_styles(
+    monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Any], None], said: str
+) -> None:
+    monkeypatch.setattr(Styles, "shared", 2.0)
+    trainer = Styles()
+    found = find_change(getattr(trainer, name), lambda: change(trainer), (trainer.net,))
+    assert found is not None and found.startswith(said)
+
+
+def test_arguments_that_are_settled() -> None:
+    config = types.SimpleNamespace(temp=2.0)
+
+    def step(config: Any, x: Tensor, other: Any = config) -> Tensor:
+        return x * config.temp
+
+    def with_default(x: Tensor, config: Any = config) -> Tensor:
+        return x * config.temp
+
+    def reassigned(x: Tensor, config: Any = config) -> Tensor:
+        config = types.SimpleNamespace(temp=1.0)
+        return x * config.temp
+
+    for function, is_found in (
+        (functools.partial(step, config), True),
+        (with_default, True),
+        (reassigned, False),
+        (step, False),
+    ):
+        config.temp = 2.0
+        found = find_change(function, lambda: setattr(config, "temp", 3.0))
+        assert (found or "").startswith("temp was 2.0 and is 3.0, which ") == is_found
+
+
+def test_what_is_the_same() -> None:
+    same, number, nothing = {"aux": 2.0, "list": [1, (2,)]}, float("nan"), torch.float32
+
+    def step(x: Tensor) -> Tensor:
+        return (x * same["aux"] * number).to(nothing) if same else x
+
+    def change() -> None:
+        nonlocal same, number, nothing
+        same, number, nothing = {"aux": 2.0, "list": [1, (2,)]}, float("nan"), torch.float32
+
+    assert find_change(step, change) is None
+
+    def really() -> None:
+        nonlocal number
+        number = 1.0
+
+    assert find_change(step, really) == "number was nan and is 1.0, which step reads"
+    flag: Any = 1
+
+    def asks(x: Tensor) -> Tensor:
+        return x if flag is True else -x
+
+    def turn() -> None:
+        nonlocal flag
+        flag = True
+
+    assert find_change(asks, turn) == "flag was 1 and is True, which asks reads"
+
+
 def test_what_is_not_read_or_did_not_change() -> None:
     trainer = Trainer()
 
@@ -179,7 +318,8 @@ def check_step(rank: int, device: str, is_on: bool) -> None:
             assert count == num_runs  # not captured anew for what it counts itself
             factor, x = 3.0, torch.full((3,), 2.0, device=device)
             found.append(graphed().tolist())
-            with pytest.raises(RuntimeError, match=r"x was a Tensor .*, which step reads"):
+            said = r"x was a Tensor .*, which step reads\. Move what is only for the log out"
+            with pytest.raises(RuntimeError, match=said):
                 for _ in range(9):
                     x = torch.ones(3, device=device)
                     graphed()
@@ -193,3 +333,42 @@ def test_a_step_that_reads_what_changes(one_rank: Ranks, device: str) -> None:
     one_rank.run(check_step, device, True)
     with pytest.raises(AssertionError):
         one_rank.run(check_step, device, False)
+
+
+def check_replaced(rank: int, device: str) -> None:
+    """Tensors that a step reads and replaces; and those that it only replaces."""
+    x = torch.ones(3, device=device)
+    trainer = types.SimpleNamespace(mean=torch.zeros(3, device=device), loss=None)
+    hidden = torch.zeros(3, device=device)
+
+    def averages(x: Tensor) -> Tensor:
+        trainer.mean = 0.5 * trainer.mean + x
+        return trainer.mean
+
+    def recurs(x: Tensor) -> Tensor:
+        nonlocal hidden
+        hidden = hidden + x
+        return hidden
+
+    def keeps(x: Tensor) -> Tensor:
+        trainer.loss = x.square().sum()
+        return trainer.loss + 1
+
+    def in_place(x: Tensor) -> Tensor:
+        trainer.mean.copy_(0.5 * trainer.mean + x)
+        return trainer.mean
+
+    with captures_on(device):
+        for step, name in ((averages, "mean"), (recurs, "hidden")):
+            said = rf"that it reads {name} \(in {step.__name__}\) .* {name}\.copy_"
+            with pytest.raises(RuntimeError, match=said):
+                fusedddp.make_graphed_step(step, (x,))
+        trainer.loss, trainer.mean = torch.zeros((), device=device), torch.zeros(3, device=device)
+        for step, expected in ((keeps, [4, 13, 4]), (in_place, [[1] * 3, [2.5] * 3, [2.25] * 3])):
+            with fusedddp.make_graphed_step(step, (x,)) as graphed:
+                found = [graphed(factor * x).tolist() for factor in (1, 2, 1)]
+            assert found == expected
+
+
+def test_tensors_that_the_step_replaces(one_rank: Ranks, device: str) -> None:
+    one_rank.run(check_replaced, device)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fusedddp.graphs.arguments import ArgumentMemory
 from fusedddp.graphs.backend import Backend, Graph
 from fusedddp.graphs.gradients import Entry, Exit, Gradients, bucket_memory
 from fusedddp.graphs.participants import Participants
-from fusedddp.graphs.signature import Outputs, fill
+from fusedddp.graphs.signature import Outputs
 from fusedddp.graphs.staleness import Bindings
 
 
@@ -23,14 +23,14 @@ class CapturedStep:
     Args:
         backend: what has captured.
         graph: the graph.
-        placeholders: the tensors that it reads instead of those of a call.
-        written: positions of those that it writes as well.
+        arguments: the memory in which it finds those of a call.
         outputs: what it returns.
         entry: the gradients that it begins with.
         bindings: what it depends on, from before the capture.
         participants: what it trains with.
 
     Attributes:
+        arguments: as above.
         bindings: as above.
         entry: as above.
         last_use: a number that grows with each call; for the least recently used.
@@ -40,8 +40,7 @@ class CapturedStep:
         self,
         backend: Backend,
         graph: Graph,
-        placeholders: Sequence[Tensor],
-        written: Sequence[int],
+        arguments: ArgumentMemory,
         outputs: Outputs,
         entry: Entry,
         bindings: Bindings,
@@ -52,8 +51,7 @@ class CapturedStep:
         self.last_use = 0
         self._backend = backend
         self._graph = graph
-        self._placeholders = placeholders
-        self._written = written
+        self.arguments = arguments
         self._outputs = outputs
         self._exit = Exit(participants.params, participants.wrappers)
         self._wrappers = [
@@ -72,12 +70,10 @@ class CapturedStep:
         A replay runs no Python of the step. What the step leaves behind in Python, which is
         `.grad` and what wrappers note of a backward, is put in place here.
         """
-        fill(self._placeholders, tensors)
+        self.arguments.fill(tensors)
         self.entry.fill(gradients)
         self._backend.replay(self._graph)
-        with torch.no_grad():
-            for index in self._written:
-                tensors[index].copy_(self._placeholders[index])
+        self.arguments.give_back(tensors)
         self._exit.restore(gradients)
         for wrapper, reducer, accumulated, syncs_params in self._wrappers:
             reducer.accumulated = accumulated
@@ -90,4 +86,5 @@ class CapturedStep:
         """Lets the graph go; gradients that it has left stay."""
         self._backend.synchronize()
         self._graph.reset()
-        self._placeholders, self._memory = [], []
+        self.arguments.drop()
+        self._memory = []

@@ -1,12 +1,17 @@
-"""Values in dicts that a graph has baked in, kept to be compared before each replay."""
+"""Values by key that a graph has baked in, kept to be compared before each replay."""
 
 from __future__ import annotations
 
+import enum
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 PLAIN = (bool, int, float, complex, str, type(None))
+# What has a value of its own, and no contents that may change.
+VALUES = (*PLAIN, bytes, torch.dtype, torch.device, enum.Enum)
 
 
 class Change(NamedTuple):
@@ -17,20 +22,20 @@ class Change(NamedTuple):
         what: the two values, in words.
     """
 
-    key: str
+    key: Any
     what: str
 
 
 class Fields:
-    """Some values of a dict.
+    """Some values of a mapping.
 
     Attributes:
         keys: theirs.
-        get: gives them as they are in a dict; raises KeyError if one is missing.
+        get: gives them as they are in a mapping; raises KeyError if one is missing.
         kept: what they were.
     """
 
-    def __init__(self, values: Mapping[str, Any], keys: Sequence[str]) -> None:
+    def __init__(self, values: Mapping[Any, Any], keys: Sequence[Hashable]) -> None:
         self.keys = list(keys)
         # One key more than there are, since itemgetter gives a tuple only for several.
         self.get: Callable[[Any], tuple[Any, ...]] = (
@@ -38,7 +43,7 @@ class Fields:
         )
         self.kept = self.get(values)
 
-    def without_changed(self, values: Mapping[str, Any]) -> Fields:
+    def without_changed(self, values: Mapping[Any, Any]) -> Fields:
         """The same but for those that have changed."""
         same = [
             key
@@ -47,7 +52,7 @@ class Fields:
         ]
         return Fields(values, same)
 
-    def find_change(self, values: Mapping[str, Any]) -> Change | None:
+    def find_change(self, values: Mapping[Any, Any]) -> Change | None:
         """The first of them that is another one in `values`; None if none is."""
         try:
             if are_same(self.get(values), self.kept):
@@ -68,16 +73,21 @@ def are_same(found: Sequence[Any], kept: Sequence[Any]) -> bool:
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Whether two values are the same to a step: plain ones by value, all others by identity."""
+    """Whether two things are the same to a step: values if they are equal, all else by identity."""
+    if a is b:
+        return True
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(map(is_equal, a, b))
-    return a is b or (isinstance(a, PLAIN) and isinstance(b, PLAIN) and a == b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(is_equal(value, b[key]) for key, value in a.items())
+    # 1, 1.0 and True are equal, and not the same; nan is the same, and not equal.
+    return isinstance(a, VALUES) and type(a) is type(b) and (a == b or (a != a and b != b))
 
 
 def _shown(value: Any) -> str:
     """A value in a message; a tensor on a device is not read for it."""
-    if isinstance(value, PLAIN):
+    if isinstance(value, VALUES):
         return repr(value)
-    if isinstance(value, (tuple, list)) and all(isinstance(item, PLAIN) for item in value):
+    if isinstance(value, (tuple, list)) and all(isinstance(item, VALUES) for item in value):
         return repr(value)
     return f"a {type(value).__name__}"

@@ -123,34 +123,37 @@ def find_dropped(params: Sequence[Parameter], run: Any) -> set[int]:
     for index, param in enumerate(params):
         if param.grad is not None and param.grad.layout == torch.strided:
             probes[index] = param.grad = torch.zeros_like(param.grad)
-    watch = _Watch(probes.values())
+    watch = StorageWatch(probes.values())
     versions = {index: probe._version for index, probe in probes.items()}
     with watch:
         run()
     return {
         id(params[index])
         for index, probe in probes.items()
-        if id(probe) not in watch.seen
+        if not watch.has_seen(probe)
         and probe._version == versions[index]
         and params[index].grad is not None
         and params[index].grad is not probe
     }
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which of some tensors are an argument of any operation."""
+class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which of some tensors lie in the memory of an argument of any operation."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._addresses = {t.untyped_storage()._cdata: id(t) for t in tensors}
-        self.seen: set[int] = set()
+        self._watched = {t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided}
+        self._seen: set[int] = set()
+
+    def has_seen(self, tensor: Tensor) -> bool:
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                probe = self._addresses.get(leaf.untyped_storage()._cdata)
-                if probe is not None:
-                    self.seen.add(probe)
+                storage = leaf.untyped_storage()._cdata
+                if storage in self._watched:
+                    self._seen.add(storage)
         return func(*args, **(kwargs or {}))
 
 

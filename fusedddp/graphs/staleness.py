@@ -26,6 +26,30 @@ _accumulated_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 _SCALER_SETTINGS = ("_enabled", "_growth_factor", "_backoff_factor", "_growth_interval")
 
 
+class Stale(NamedTuple):
+    """Something that is not as it was.
+
+    Attributes:
+        what: that, in words.
+        remedy: what to do where it changes all the time.
+    """
+
+    what: str
+    remedy: str = "Leave it as it is between calls."
+
+
+_REMEDY_OPTION = (
+    "Give the optimizer a tensor lr, as in AdamW(params, lr=torch.tensor(1e-3, device=...), "
+    "capturable=True), which schedulers write in place, and leave its other options as they are "
+    "(with OneCycleLR by cycle_momentum=False)."
+)
+_REMEDY_NUMBER = "Leave it as it is, or make it a buffer that is written in place."
+_REMEDY_VARIABLE = (
+    "Move what is only for the log out of the step, and pass what changes as an argument: as a "
+    "tensor, if it changes from step to step."
+)
+
+
 class _Part(NamedTuple):
     """Things of one kind that a graph depends on.
 
@@ -180,29 +204,30 @@ class Bindings:
                 continue
             groups[index][key] = tensor
 
-    def find_change(self) -> str | None:
-        """What is not as it was, in words; None if nothing is."""
+    def find_change(self) -> Stale | None:
+        """What is not as it was; None if nothing is."""
         for part, kept in zip(self._parts, self._kept, strict=True):
             if not part.is_same(part.take(), kept):
-                return part.change
+                return Stale(part.change)
         return (
             self._find_changed_option()
             or self._find_changed_number()
             or self._find_changed_variable()
         )
 
-    def _find_changed_option(self) -> str | None:
+    def _find_changed_option(self) -> Stale | None:
         for optimizer, fields in zip(self._participants.optimizers, self._options, strict=True):
             groups = optimizer.param_groups
             if len(groups) != len(fields):
-                return "an optimizer has another number of parameter groups"
+                return Stale("an optimizer has another number of parameter groups")
             for each, group in zip(fields, groups, strict=True):
                 change = each.find_change(group)
                 if change is not None:
-                    return f"{change.key} {change.what} in {type(optimizer).__name__}"
+                    what = f"{change.key} {change.what} in {type(optimizer).__name__}"
+                    return Stale(what, _REMEDY_OPTION)
         return None
 
-    def _find_changed_number(self) -> str | None:
+    def _find_changed_number(self) -> Stale | None:
         try:
             if [get(values) for get, values in self._number_getters] == self._kept_numbers:
                 return None
@@ -211,11 +236,16 @@ class Bindings:
         for module, each in self._numbers:
             change = each.find_change(module.__dict__)
             if change is not None:
-                return f"{change.key} {change.what} in {type(module).__name__}"
+                what = f"{change.key} {change.what} in {type(module).__name__}"
+                return Stale(what, _REMEDY_NUMBER)
         return None
 
-    def _find_changed_variable(self) -> str | None:
-        return next(filter(None, (each.find_change() for each in self._variables)), None)
+    def _find_changed_variable(self) -> Stale | None:
+        for each in self._variables:
+            change = each.find_change()
+            if change is not None:
+                return Stale(change, _REMEDY_VARIABLE)
+        return None
 
     def find_change_inside(self) -> str | None:
         """What the captured step itself has changed since, and would change once more each time."""
@@ -224,7 +254,7 @@ class Bindings:
         self._watch_numbers((m, each.without_changed(m.__dict__)) for m, each in self._numbers)
         change = self.find_change()
         if change is not None:
-            return change
+            return change.what
         for (*_, key, value), version in zip(
             self._tensor_options, self._option_versions, strict=True
         ):

@@ -39,6 +39,8 @@ class Snapshot:
         # Memory of these, and the contents of other memory that the step has been seen to write.
         self._storages: set[int] = set()
         self._written: list[tuple[Any, Any]] = []
+        # By identity the storages that it has been seen to write, but for those of gradients.
+        self.writes: dict[int, Any] = {}
         self._gradients: list[tuple[Parameter, Tensor | None]] = []
         self._seen: set[int] = set()
         self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -164,39 +166,58 @@ class Snapshot:
         Args:
             own: what need not be kept.
         """
-        own_storages = {storage._cdata for storage in _storages(list(own))}
-        return _FirstWrites(own_storages, self._storages, self._written)
+        gradients = [gradient for _, gradient in self._gradients]
+        own_storages = {storage._cdata for storage in _storages([*own, gradients])}
+        return _FirstWrites(own_storages, self._storages, self._written, self.writes)
+
+
+# Arguments of normalisations, which write them although their schemas do not say so.
+_WRITTEN_ALL_THE_SAME = ("running_mean", "running_var")
 
 
 class _FirstWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the contents of memory before it is first written, if it was not made meanwhile.
 
     Args:
-        known: identities of storages that need not be kept.
+        own: identities of storages that do not matter.
         kept: and of those that somebody else keeps, as far as that is known at any time.
-        written: gets storages with their contents.
+        written: gets other storages with their contents.
+        writes: gets all storages that are written, by identity.
     """
 
-    def __init__(self, known: set[int], kept: set[int], written: list[tuple[Any, Any]]) -> None:
+    def __init__(
+        self,
+        own: set[int],
+        kept: set[int],
+        written: list[tuple[Any, Any]],
+        writes: dict[int, Any],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = known
+        self._own = own
         self._kept = kept
         self._written = written
+        self._writes = writes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_collective = func.namespace == "c10d"  # their schemas do not say what they write
         for argument, value in _arguments(func, args, kwargs):
             alias = argument.alias_info
-            if is_collective or (alias is not None and alias.is_write):
+            is_written = alias is not None and alias.is_write
+            if is_written or is_collective or argument.name in _WRITTEN_ALL_THE_SAME:
                 for storage in _storages(value):
-                    if storage._cdata not in self._known and storage._cdata not in self._kept:
-                        self._known.add(storage._cdata)
-                        self._written.append((storage, storage.clone()))
+                    self._note(storage)
         result = func(*args, **kwargs)
         if all(returned.alias_info is None for returned in func._schema.returns):
-            self._known.update(storage._cdata for storage in _storages(result))  # made here
+            self._own.update(storage._cdata for storage in _storages(result))  # made here
         return result
+
+    def _note(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._own and key not in self._writes:
+            self._writes[key] = storage
+            if key not in self._kept:
+                self._written.append((storage, storage.clone()))
 
 
 def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:

@@ -16,10 +16,11 @@ from torch.nn import Module
 
 from fusedddp.capturing import is_capturing
 from fusedddp.graphs import agreement, ending
+from fusedddp.graphs.arguments import ArgumentMemory
 from fusedddp.graphs.backend import Backend
 from fusedddp.graphs.captured import CapturedStep
 from fusedddp.graphs.errors import translate
-from fusedddp.graphs.gradients import Entry, Gradients, find_dropped
+from fusedddp.graphs.gradients import Entry, Gradients, StorageWatch, find_dropped
 from fusedddp.graphs.participants import Participants
 from fusedddp.graphs.signature import (
     Inputs,
@@ -32,7 +33,7 @@ from fusedddp.graphs.signature import (
     placeholder,
     rebuild,
 )
-from fusedddp.graphs.staleness import Bindings
+from fusedddp.graphs.staleness import Bindings, Stale
 from fusedddp.graphs.state import Snapshot
 from fusedddp.graphs.variables import find_variables
 
@@ -160,6 +161,7 @@ class GraphedStep(ending.Closing):
             if found is None:  # it turned out that it cannot be one
                 return copied(self._step(*args, **kwargs))
             gradients = Gradients.of(self._participants.params)  # parameters may be new
+        found.arguments.check(inputs.tensors)
         self._num_calls += 1
         found.last_use = self._num_calls
         self._last_inputs = inputs
@@ -174,19 +176,17 @@ class GraphedStep(ending.Closing):
     def _key(self, inputs: Inputs) -> Hashable:
         return inputs.signature, self._participants.mode(self._device_type)
 
-    def _drop_stale(self, graph: CapturedStep, change: str) -> None:
+    def _drop_stale(self, graph: CapturedStep, change: Stale) -> None:
         self._stale_in_a_row += 1
         self._remove(graph)
         if self._stale_in_a_row > _MAX_STALE_IN_A_ROW:
             self._stale_in_a_row = 0
             raise RuntimeError(
                 f"expected a graph to serve several calls, found {_MAX_STALE_IN_A_ROW + 1} calls "
-                f"in a row that needed a new capture, this one because {change}. What changes from "
-                "step to step has to be a tensor that is written in place: for a scheduler use a "
-                "tensor lr, as in AdamW(params, lr=torch.tensor(1e-3, device=...), "
-                "capturable=True)."
+                f"in a row that needed a new capture, this one because {change.what}. "
+                f"{change.remedy}"
             )
-        logger.info("The graph is captured anew, because %s.", change)
+        logger.info("The graph is captured anew, because %s.", change.what)
 
     def _note_new(self, inputs: Inputs) -> None:
         self._new_in_a_row += 1
@@ -265,9 +265,8 @@ class GraphedStep(ending.Closing):
                     "A replay shows nothing else of what it computes: return the loss."
                 )
             written = [i for i, t in enumerate(placeholders) if t._version != versions[i]]
-            captured = CapturedStep(
-                backend, graph, placeholders, written, outputs, entry, bindings, world
-            )
+            memory = ArgumentMemory(placeholders, written, snapshot.writes)
+            captured = CapturedStep(backend, graph, memory, outputs, entry, bindings, world)
         except BaseException as error:
             problem = translate(error)
             if problem is not error:
@@ -323,7 +322,7 @@ class GraphedStep(ending.Closing):
                     snapshot.restore_gradients()
                     rounds.run(run)
                 snapshot.restore_accumulated()
-                dropped = rounds.run(lambda: find_dropped(world.params, run))
+                dropped = rounds.run(lambda: self._probe(run))
                 while rounds.lack_steps():
                     snapshot.restore_gradients()
                     rounds.run(run)
@@ -331,6 +330,29 @@ class GraphedStep(ending.Closing):
             snapshot.undo()
             raise
         snapshot.restore()
+        return dropped
+
+    def _probe(self, run: Callable[[], None]) -> set[int]:
+        """Runs the step once, and finds out which gradients it drops without looking at them.
+
+        Raises:
+            RuntimeError: it replaces a tensor that it has read, as in ``mean = 0.9 * mean + loss``.
+        """
+        variables = find_variables(self._step, self._participants.modules)
+        before = [each.tensors() for each in variables]
+        watch = StorageWatch(tensor for tensors in before for tensor in tensors.values())
+        with watch:
+            dropped = find_dropped(self._participants.params, run)
+        for each, tensors in zip(variables, before, strict=True):
+            now = each.tensors()
+            for name, tensor in tensors.items():
+                if now.get(name) is not tensor and watch.has_seen(tensor):
+                    raise RuntimeError(
+                        "expected the step to change nothing but the values of tensors, in place, "
+                        f"found that it reads {name} (in {each.readers[name]}) and puts another "
+                        "tensor in its place: a replay would read the first one each time. Write "
+                        f"it in place, as in {name}.copy_(...)."
+                    )
         return dropped
 
     def _refuse_device(self, elsewhere: str) -> None:

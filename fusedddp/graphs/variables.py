@@ -1,9 +1,9 @@
 """Python variables that a step reads; a replay would go on with what they were at the capture.
 
-Found in its code: free variables, globals, attributes of either and of `self`, and the same for
-functions of the user's own files that it finds there. Looked at are plain values, tensors,
-containers, modules and optimizers. What the step reaches in other ways (an item of a dict, an
-attribute of an attribute) is not.
+Found in its code: globals, free variables, and arguments that are settled before (``self``, those
+of a partial, defaults); their attributes and items with constant keys, theirs, and so on; and the
+same for functions of the user's own files that it finds on the way. What the code reaches in other
+ways (``getattr``, a key that is computed, another name for the same object) is not found.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,15 +21,27 @@ from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 
 from fusedddp.capture_places import is_users_own
-from fusedddp.graphs.fields import PLAIN, Fields
+from fusedddp.graphs.fields import PLAIN, VALUES, Fields
 from fusedddp.module import FusedDDP
 
-_Read: TypeAlias = Callable[[], dict[str, Any]]
-_WANTED = (*PLAIN, Tensor, tuple, list, dict, Module, Optimizer, torch.amp.GradScaler)
+# Gives variables by name, those of the given names at least.
+_Read: TypeAlias = Callable[[Iterable[Any]], dict[Any, Any]]
+_MISSING: Any = object()
+_NO_EFFECT = ("EXTENDED_ARG", "NOP", "PUSH_NULL", "PRECALL", "CACHE")
+# What is looked at; of other objects only the attributes that are read.
+_WANTED = (*VALUES, Tensor, tuple, list, dict, Module, Optimizer, torch.amp.GradScaler)
+
+
+class _Place(NamedTuple):
+    """Where a variable is: identity of the namespace, how to read it, name."""
+
+    key: Any
+    read: _Read
+    name: Any
 
 
 class Variables(NamedTuple):
-    """Variables of one namespace: globals of a file, what a function closes over, or an object.
+    """Variables of one namespace: globals of a file, what a function closes over, an object.
 
     Attributes:
         read: gives the namespace as it is now.
@@ -39,16 +51,16 @@ class Variables(NamedTuple):
 
     read: _Read
     fields: Fields
-    readers: dict[str, str]
+    readers: dict[Any, str]
 
     def find_change(self) -> str | None:
         """Which one is another by now, in words; None if none is."""
-        change = self.fields.find_change(self.read())
+        change = self.fields.find_change(self.read(self.fields.keys))
         return change and f"{change.key} {change.what}, which {self.readers[change.key]} reads"
 
     def values(self) -> Iterator[Any]:
         """What they are, and what containers among them hold."""
-        for value in self.fields.get(self.read()):
+        for value in self.fields.get(self.read(self.fields.keys)):
             if isinstance(value, dict):
                 yield from value.values()
             elif isinstance(value, (tuple, list)):
@@ -56,8 +68,13 @@ class Variables(NamedTuple):
             else:
                 yield value
 
+    def tensors(self) -> dict[Any, Tensor]:
+        """Those that are tensors, by name."""
+        found = self.read(self.fields.keys)
+        return {key: found[key] for key in self.fields.keys if isinstance(found.get(key), Tensor)}
+
     def without_changed(self) -> Variables:
-        return self._replace(fields=self.fields.without_changed(self.read()))
+        return self._replace(fields=self.fields.without_changed(self.read(self.fields.keys)))
 
 
 def find_variables(step: Callable[..., Any], modules: Iterable[Module]) -> list[Variables]:
@@ -65,87 +82,184 @@ def find_variables(step: Callable[..., Any], modules: Iterable[Module]) -> list[
 
     Args:
         step: what is captured.
-        modules: those that it uses.
+        modules: those that it uses; their parameters, buffers, submodules and numbers are left out.
     """
-    search = _Search()
+    modules = list(modules)
+    search = _Search({id(module) for module in modules})
     search.visit(step)
-    for forward in dict.fromkeys(type(module).forward for module in modules):
-        search.visit(forward)
+    for module in modules:
+        search.visit(MethodType(type(module).forward, module))
     return search.found()
 
 
 class _Search:
     """Goes from function to function, and notes what they read."""
 
-    def __init__(self) -> None:
-        self._seen: set[tuple[int, int]] = set()
+    def __init__(self, known_modules: set[int]) -> None:
+        self._known_modules = known_modules
+        self._seen: set[tuple[Any, ...]] = set()
         # By the identity of a namespace: how to read it, and names in it with who reads them.
-        self._namespaces: dict[int, tuple[_Read, dict[str, str]]] = {}
+        self._namespaces: dict[Any, tuple[_Read, dict[Any, str]]] = {}
 
     def found(self) -> list[Variables]:
         return [
-            Variables(read, Fields(read(), sorted(readers)), readers)
+            Variables(read, Fields(read(readers), list(readers)), readers)
             for read, readers in self._namespaces.values()
+            if readers
         ]
 
-    def visit(self, value: Any, bound: Any = None) -> None:
+    def visit(self, value: Any, args: tuple[Any, ...] = (), **keywords: Any) -> None:
         """Looks at what `value` reads when it is called, if it can be.
 
         Args:
             value: anything.
-            bound: its first argument, if it is a function and that is known.
+            args: its first arguments, as far as they are settled.
+            keywords: and others.
         """
         if isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self.visit(part)
+            self.visit(value.func, (*value.args, *args), **{**value.keywords, **keywords})
         elif isinstance(value, MethodType):
-            self.visit(value.__func__, value.__self__)
+            self.visit(value.__func__, (value.__self__, *args), **keywords)
         elif isinstance(value, FunctionType):
-            self.visit(getattr(value, "__wrapped__", None), bound)
+            self.visit(getattr(value, "__wrapped__", None), args, **keywords)
             if is_users_own(value.__code__.co_filename):
-                self._visit_function(value, bound)
+                self._visit_function(value, args, keywords)
         elif not isinstance(value, (type, Module)):
             call = inspect.getattr_static(type(value), "__call__", None)
             if isinstance(call, FunctionType):
-                self.visit(call, value)
+                self.visit(call, (value, *args), **keywords)
 
-    def _visit_function(self, function: FunctionType, bound: Any) -> None:
-        code = function.__code__
-        if (id(function), id(bound)) in self._seen:
+    def _visit_function(
+        self, function: FunctionType, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        settled = _settled(function, args, keywords)
+        visit = (id(function), *((name, id(value)) for name, value in settled.items()))
+        if visit in self._seen:
             return
-        self._seen.add((id(function), id(bound)))
-        itself = {code.co_varnames[0]: bound} if bound is not None else {}
-        namespaces: dict[str, _Read] = {
-            "global": lambda: function.__globals__,
-            "free": functools.partial(_closure, function),
-            "local": lambda: itself,
-        }
-        keys = {"global": id(function.__globals__), "free": id(function), "local": 0}
-        for kind, name, attribute in _loads(code):
-            values = namespaces[kind]()
-            if name not in values:
-                continue
-            owner = values[name]
-            if kind != "local":
-                self._note(keys[kind], namespaces[kind], name, function)
-            if attribute is not None and not isinstance(owner, FusedDDP):  # see staleness.py
-                self._visit_attribute(owner, attribute, function)
+        self._seen.add(visit)
+        own = id(function.__globals__), lambda _: function.__globals__
+        closed = id(function), lambda _: _closure(function)
+        for is_global, name, path in _loads(function.__code__):
+            if is_global or name in function.__code__.co_freevars:
+                key, read = own if is_global else closed
+                value = read(()).get(name, _MISSING)
+                self._follow(value, path, [_Place(key, read, name)], function.__name__)
+            else:
+                self._follow(settled.get(name, _MISSING), path, [None], function.__name__)
+        # What a method calls by super() is in a base class.
+        for owner in args[:1]:
+            for cls in type(owner).__mro__:
+                for name in _names(function.__code__).intersection(vars(cls)):
+                    if isinstance(vars(cls)[name], FunctionType):
+                        self.visit(vars(cls)[name], (owner,))
 
-    def _visit_attribute(self, owner: Any, name: str, function: FunctionType) -> None:
-        members = getattr(owner, "__dict__", {})
-        if name in members:
-            self._note(id(owner), lambda: members, name, function)
-        elif isinstance(getattr(type(owner), name, None), FunctionType):
-            self.visit(getattr(owner, name))
+    def _follow(
+        self, value: Any, path: Iterable[tuple[bool, Any]], places: list[_Place | None], reader: str
+    ) -> None:
+        """Goes along attributes and items, and notes the way to the last that is looked at.
 
-    def _note(self, key: int, read: _Read, name: str, function: FunctionType) -> None:
-        value = read()[name]
-        if isinstance(value, _WANTED):
-            self._namespaces.setdefault(key, (read, {}))[1].setdefault(name, function.__name__)
+        Args:
+            value: the variable that it begins with.
+            path: whether it is an item, and the key, for each step.
+            places: where that variable is; None if it cannot change.
+            reader: who reads it.
+        """
+        num_noted = int(isinstance(value, _WANTED))
         self.visit(value)
+        for is_item, name in path:
+            owner = value
+            value = _item(owner, name) if is_item else _attribute(owner, name)
+            if isinstance(value, (property, classmethod, staticmethod, FunctionType)):
+                self._visit_member(owner, name, value)
+                break
+            if value is _MISSING or hasattr(type(value), "__get__"):
+                break
+            is_known = isinstance(owner, FusedDDP) or (
+                id(owner) in self._known_modules
+                and (isinstance(value, PLAIN) or name not in vars(owner))
+            )
+            is_theirs = isinstance(owner, ModuleType) and not _is_users_module(owner)
+            if is_known or is_theirs or isinstance(owner, tuple):
+                places.append(None)
+            else:
+                read = functools.partial(_items if is_item else _attributes, owner)
+                places.append(_Place((is_item, id(owner)), read, name))
+            if isinstance(value, _WANTED):
+                num_noted = len(places)
+            self.visit(value)
+        for place in places[:num_noted]:
+            if place is not None:
+                readers = self._namespaces.setdefault(place.key, (place.read, {}))[1]
+                readers.setdefault(place.name, reader)
+
+    def _visit_member(self, owner: Any, name: str, member: Any) -> None:
+        if name in getattr(owner, "__dict__", {}) and not isinstance(owner, type):
+            self.visit(member)  # a function that an object keeps, as it is
+        elif isinstance(member, property):
+            self.visit(member.fget, (owner,))
+        elif isinstance(member, FunctionType):
+            self.visit(member, (owner,))
+        else:
+            self.visit(member.__func__, (type(owner),) if isinstance(member, classmethod) else ())
 
 
-def _closure(function: FunctionType) -> dict[str, Any]:
+def _settled(
+    function: FunctionType, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> dict[str, Any]:
+    """Parameters of a function whose values are known before it is called, by name."""
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    found = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    found |= {**(function.__kwdefaults__ or {}), **dict(zip(names, args, strict=False)), **keywords}
+    for instruction in dis.get_instructions(code):
+        if instruction.opname.startswith(("STORE_FAST", "STORE_DEREF", "DELETE_FAST")):
+            stored = instruction.argval
+            for name in stored if isinstance(stored, tuple) else (stored,):
+                found.pop(name, None)
+    return found
+
+
+def _is_users_module(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and is_users_own(file)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """An attribute, found without running anything: a property, say, comes as it is."""
+    members = getattr(owner, "__dict__", {})
+    if name in members:
+        return members[name]
+    if isinstance(owner, Module):
+        for values in (owner._parameters, owner._buffers, owner._modules):
+            if name in values:
+                return values[name]
+    for cls in (owner if isinstance(owner, type) else type(owner)).__mro__:
+        if name in vars(cls):
+            found = vars(cls)[name]
+            is_slot = isinstance(found, MemberDescriptorType)
+            return getattr(owner, name, _MISSING) if is_slot else found
+    return _MISSING
+
+
+def _attributes(owner: Any, names: Iterable[str]) -> dict[Any, Any]:
+    found = {name: _attribute(owner, name) for name in names}
+    return {name: value for name, value in found.items() if value is not _MISSING}
+
+
+def _item(owner: Any, key: Any) -> Any:
+    try:
+        return owner[key] if isinstance(owner, (dict, list, tuple)) else _MISSING
+    except (LookupError, TypeError):
+        return _MISSING
+
+
+def _items(owner: Any, keys: Iterable[Any]) -> dict[Any, Any]:
+    found = {key: _item(owner, key) for key in keys}
+    return {key: value for key, value in found.items() if value is not _MISSING}
+
+
+def _closure(function: FunctionType) -> dict[Any, Any]:
     """What a function closes over, by name."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -156,22 +270,48 @@ def _closure(function: FunctionType) -> dict[str, Any]:
     return found
 
 
-def _loads(code: CodeType) -> Iterator[tuple[str, str, str | None]]:
-    """Variables that code reads: global, free or local; the name; an attribute asked of it."""
-    previous: tuple[str, str] | None = None
-    for instruction in dis.get_instructions(code):
-        name, value = instruction.opname, instruction.argval
-        if previous is not None:
-            is_attribute = name in ("LOAD_ATTR", "LOAD_METHOD")
-            yield (*previous, value if is_attribute else None)
-            previous = None
-        if name.startswith("LOAD_GLOBAL"):
-            previous = "global", value
-        elif name.startswith("LOAD_DEREF"):
-            previous = ("free" if value in code.co_freevars else "local"), value
-        elif name.startswith("LOAD_FAST"):
-            # Some versions load two at once.
-            previous = "local", value[-1] if isinstance(value, tuple) else value
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of functions within."""
+    yield code
     for constant in code.co_consts:
-        if isinstance(constant, CodeType):  # a function within; its free variables are ours
-            yield from _loads(constant)
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+@functools.lru_cache(maxsize=256)
+def _names(code: CodeType) -> frozenset[str]:
+    """The attributes and globals that code names."""
+    return frozenset(name for each in _codes(code) for name in each.co_names)
+
+
+@functools.lru_cache(maxsize=256)
+def _loads(code: CodeType) -> list[tuple[bool, str, tuple[tuple[bool, Any], ...]]]:
+    """Variables that code reads: whether global, the name, and attributes and items of it."""
+    found = []
+    for each in _codes(code):
+        instructions = [i for i in dis.get_instructions(each) if i.opname not in _NO_EFFECT]
+        for index, instruction in enumerate(instructions):
+            is_global = instruction.opname.startswith("LOAD_GLOBAL")
+            is_free = instruction.opname.startswith("LOAD_DEREF")
+            # A function within has locals of its own.
+            is_local = instruction.opname.startswith("LOAD_FAST") and each is code
+            if is_global or is_free or is_local:
+                name = instruction.argval
+                # Some versions load two at once, the second of which goes on.
+                name = name[-1] if isinstance(name, tuple) else name
+                found.append((is_global, name, tuple(_path(instructions, index + 1))))
+    return found
+
+
+def _path(instructions: list[dis.Instruction], index: int) -> Iterator[tuple[bool, Any]]:
+    """Attributes and items with constant keys that are read in a row, from an index on."""
+    while index + 1 < len(instructions):
+        name = instructions[index].opname
+        if name in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield False, instructions[index].argval
+            index += 1
+        elif name == "LOAD_CONST" and instructions[index + 1].opname == "BINARY_SUBSCR":
+            yield True, instructions[index].argval
+            index += 2
+        else:
+            return
