@@ -202,7 +202,11 @@ class GraphedStep(ending.Closing):
     # -- capture ---------------------------------------------------------------------------------
 
     def _capture(self, inputs: Inputs) -> CapturedStep | None:
-        """Warms up, captures, and puts all state back. Collective."""
+        """Warms up, captures, and puts all state back. Collective.
+
+        Returns:
+            What was captured; None if it turned out that the step has to run eagerly.
+        """
         world, backend = self._participants, self._backend
         assert backend is not None
         world.refresh()
@@ -216,27 +220,46 @@ class GraphedStep(ending.Closing):
         if not self._graphs and self._owns_pool:
             # Gradients may still live in a pool that no graph uses, and torch shares none such.
             self._pool = backend.new_pool()
-        placeholders = [placeholder(tensor) for tensor in inputs.tensors]
-        args, kwargs = rebuild(inputs, placeholders)
-
-        def run() -> Any:
-            return detached(self._step(*args, **kwargs))
-
-        def refill_and_run() -> None:
-            fill(placeholders, inputs.tensors)
-            run()
-
         snapshot = Snapshot(world, self._device_type)
-        dropped = self._warm_up(refill_and_run, snapshot, placeholders)
-        if not agreed:
-            agreement.agree_to_capture(world)
-        elsewhere = world.find_elsewhere(self._device_type)
-        if elsewhere is not None:
-            self._refuse_device(elsewhere)
-            return None
-        fill(placeholders, inputs.tensors)
-        world.refresh()
-        key = self._key(inputs)
+        captured: CapturedStep | None = None
+        try:
+            placeholders = [placeholder(tensor) for tensor in inputs.tensors]
+            args, kwargs = rebuild(inputs, placeholders)
+
+            def run() -> Any:
+                return detached(self._step(*args, **kwargs))
+
+            def refill_and_run() -> None:
+                fill(placeholders, inputs.tensors)
+                run()
+
+            dropped = self._warm_up(refill_and_run, snapshot, placeholders)
+            if not agreed:
+                agreement.agree_to_capture(world)
+            elsewhere = world.find_elsewhere(self._device_type)
+            if elsewhere is not None:
+                self._refuse_device(elsewhere)
+                return None
+            fill(placeholders, inputs.tensors)
+            world.refresh()
+            key = self._key(inputs)
+            captured = self._record(run, placeholders, dropped, snapshot)
+        finally:
+            if captured is None:
+                snapshot.undo()
+        self._graphs.setdefault(key, []).append(captured)
+        return captured
+
+    def _record(
+        self,
+        run: Callable[[], Any],
+        placeholders: list[Tensor],
+        dropped: set[int],
+        snapshot: Snapshot,
+    ) -> CapturedStep:
+        """The capture itself, which raises on all ranks if it fails on any."""
+        world, backend = self._participants, self._backend
+        assert backend is not None
         bindings = Bindings(world, self._step)
         entry = Entry(world.params, dropped)
         versions = [tensor._version for tensor in placeholders]
@@ -245,9 +268,8 @@ class GraphedStep(ending.Closing):
         # Casts that autocast has kept are of the parameters as they were.
         torch.clear_autocast_cache()
         # Nothing is issued in a capture, on none of the ranks.
-        counts = [
-            (wrapper.reducer.rounds, wrapper.reducer.rounds.count) for wrapper in world.wrappers
-        ]
+        all_rounds = [wrapper.reducer.rounds for wrapper in world.wrappers]
+        counts = [rounds.count for rounds in all_rounds]
         try:
             snapshot.check_restored()
             graph, result = backend.capture(run, self._pool)
@@ -267,36 +289,32 @@ class GraphedStep(ending.Closing):
             written = [i for i, t in enumerate(placeholders) if t._version != versions[i]]
             memory = ArgumentMemory(placeholders, written, snapshot.writes)
             captured = CapturedStep(backend, graph, memory, outputs, entry, bindings, world)
+            if self._is_closed:
+                raise RuntimeError(
+                    "expected a step that stays open while it is captured, found that it was "
+                    "closed there. Close it after the call."
+                )
         except BaseException as error:
             problem = translate(error)
             if problem is not error:
                 problem.__cause__ = error
-            self.close_graphs()  # see Backend.capture
             for wrapper in world.wrappers:
                 wrapper.reducer.forget_backward()
         finally:
             torch.clear_autocast_cache()
-            for rounds, count in counts:
+            for rounds, count in zip(all_rounds, counts, strict=True):
                 rounds.count = count
             snapshot.restore()
         try:
             agreement.settle(world, problem)
         except BaseException:
-            snapshot.undo()
-            # The rank that failed has lost its graphs. If this one replayed one of its own while
-            # that one captures anew, their collectives would not match.
+            # A rank that failed has lost its graphs, see Backend.capture. If another one replayed
+            # one of its own while that one captures anew, their collectives would not match.
             if captured is not None:
                 captured.drop()
             self.close_graphs()
             raise
         assert captured is not None
-        if self._is_closed:  # by the step itself
-            captured.drop()
-            raise RuntimeError(
-                "expected a step that stays open while it is captured, found that it was closed "
-                "there. Close it after the call."
-            )
-        self._graphs.setdefault(key, []).append(captured)
         return captured
 
     def _warm_up(
@@ -315,20 +333,16 @@ class GraphedStep(ending.Closing):
             snapshot.add_module(module)
             rounds.note_module(module)
 
-        try:
-            with backend.warm_up(), world.met(meet_module, snapshot.add_optimizer):
-                rounds.rehearse(rehearsed)
-                for _ in range(self._warmup):
-                    snapshot.restore_gradients()
-                    rounds.run(run)
-                snapshot.restore_accumulated()
-                dropped = rounds.run(lambda: self._probe(run))
-                while rounds.lack_steps():
-                    snapshot.restore_gradients()
-                    rounds.run(run)
-        except BaseException:
-            snapshot.undo()
-            raise
+        with backend.warm_up(), world.met(meet_module, snapshot.add_optimizer):
+            rounds.rehearse(rehearsed)
+            for _ in range(self._warmup):
+                snapshot.restore_gradients()
+                rounds.run(run)
+            snapshot.restore_accumulated()
+            dropped = rounds.run(lambda: self._probe(run))
+            while rounds.lack_steps():
+                snapshot.restore_gradients()
+                rounds.run(run)
         snapshot.restore()
         return dropped
 
