@@ -288,6 +288,27 @@ def test_what_is_the_same() -> None:
     assert find_change(asks, turn) == "flag was 1 and is True, which asks reads"
 
 
+class Named:
+    """Its step calls a method of another object that has the name of one of its own."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(self) -> int:
+        return self.position
+
+    def train(self, x: Tensor) -> Tensor:
+        self.optimizer.step()
+        return x
+
+
+def test_names_of_methods_are_not_mixed_up() -> None:
+    trainer = Named()
+    assert find_change(trainer.train, lambda: setattr(trainer, "position", 1)) is None
+    assert find_change(trainer.step, lambda: setattr(trainer, "position", 2)) is not None
+
+
 def test_what_is_not_read_or_did_not_change() -> None:
     trainer = Trainer()
 

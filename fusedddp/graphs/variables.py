@@ -27,6 +27,7 @@ from fusedddp.module import FusedDDP
 # Gives variables by name, those of the given names at least.
 _Read: TypeAlias = Callable[[Iterable[Any]], dict[Any, Any]]
 _MISSING: Any = object()
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _NO_EFFECT = ("EXTENDED_ARG", "NOP", "PUSH_NULL", "PRECALL", "CACHE")
 # What is looked at; of other objects only the attributes that are read.
 _WANTED = (*VALUES, Tensor, tuple, list, dict, Module, Optimizer, torch.amp.GradScaler)
@@ -146,12 +147,10 @@ class _Search:
                 self._follow(value, path, [_Place(key, read, name)], function.__name__)
             else:
                 self._follow(settled.get(name, _MISSING), path, [None], function.__name__)
-        # What a method calls by super() is in a base class.
         for owner in args[:1]:
-            for cls in type(owner).__mro__:
-                for name in _names(function.__code__).intersection(vars(cls)):
-                    if isinstance(vars(cls)[name], FunctionType):
-                        self.visit(vars(cls)[name], (owner,))
+            for name in _super_names(function.__code__):
+                for cls in type(owner).__mro__[1:]:
+                    self.visit(vars(cls).get(name), (owner,))
 
     def _follow(
         self, value: Any, path: Iterable[tuple[bool, Any]], places: list[_Place | None], reader: str
@@ -279,9 +278,20 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 @functools.lru_cache(maxsize=256)
-def _names(code: CodeType) -> frozenset[str]:
-    """The attributes and globals that code names."""
-    return frozenset(name for each in _codes(code) for name in each.co_names)
+def _super_names(code: CodeType) -> frozenset[str]:
+    """What code asks of ``super()``."""
+    found = set()
+    for each in _codes(code):
+        instructions = list(dis.get_instructions(each))
+        for index, instruction in enumerate(instructions):
+            if instruction.opname.startswith("LOAD_SUPER_ATTR"):
+                found.add(instruction.argval)
+            elif instruction.argval == "super":
+                # Its call comes between, with arguments or without.
+                following = instructions[index + 1 : index + 8]
+                names = [i.argval for i in following if i.opname in _ATTRIBUTE]
+                found.update(names[:1])
+    return frozenset(found)
 
 
 @functools.lru_cache(maxsize=256)
@@ -307,7 +317,7 @@ def _path(instructions: list[dis.Instruction], index: int) -> Iterator[tuple[boo
     """Attributes and items with constant keys that are read in a row, from an index on."""
     while index + 1 < len(instructions):
         name = instructions[index].opname
-        if name in ("LOAD_ATTR", "LOAD_METHOD"):
+        if name in _ATTRIBUTE:
             yield False, instructions[index].argval
             index += 1
         elif name == "LOAD_CONST" and instructions[index + 1].opname == "BINARY_SUBSCR":
