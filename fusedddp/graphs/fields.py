@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import numbers
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,11 @@ import torch
 
 PLAIN = (bool, int, float, complex, str, type(None))
 # What has a value of its own, and no contents that may change.
-VALUES = (*PLAIN, bytes, torch.dtype, torch.device, enum.Enum)
+VALUES = (
+    *(*PLAIN, bytes, range, frozenset, numbers.Number, enum.Enum),  # numbers of NumPy among them
+    *(torch.dtype, torch.device),
+)
+_MAX_SHOWN = 80
 
 
 class Change(NamedTuple):
@@ -86,8 +91,8 @@ def is_equal(a: Any, b: Any) -> bool:
 
 def _shown(value: Any) -> str:
     """A value in a message; a tensor on a device is not read for it."""
-    if isinstance(value, VALUES):
-        return repr(value)
-    if isinstance(value, (tuple, list)) and all(isinstance(item, VALUES) for item in value):
-        return repr(value)
-    return f"a {type(value).__name__}"
+    text = f"a {type(value).__name__}"
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    if len(items) <= _MAX_SHOWN and all(isinstance(item, VALUES) for item in items):
+        text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -8,11 +8,20 @@ ways (``getattr``, a key that is computed, another name for the same object) is 
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -30,7 +39,10 @@ _MISSING: Any = object()
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _NO_EFFECT = ("EXTENDED_ARG", "NOP", "PUSH_NULL", "PRECALL", "CACHE")
 # What is looked at; of other objects only the attributes that are read.
-_WANTED = (*VALUES, Tensor, tuple, list, dict, Module, Optimizer, torch.amp.GradScaler)
+_WANTED = (
+    *(*VALUES, tuple, list, dict, set, Tensor, Module, Optimizer, torch.amp.GradScaler),
+    *(FunctionType, BuiltinFunctionType, functools.partial),
+)
 
 
 class _Place(NamedTuple):
@@ -45,11 +57,13 @@ class Variables(NamedTuple):
     """Variables of one namespace: globals of a file, what a function closes over, an object.
 
     Attributes:
+        key: the identity of the namespace.
         read: gives the namespace as it is now.
         fields: those of its variables that are looked at.
         readers: for each of them the name of a function that reads it.
     """
 
+    key: Any
     read: _Read
     fields: Fields
     readers: dict[Any, str]
@@ -75,7 +89,13 @@ class Variables(NamedTuple):
         return {key: found[key] for key in self.fields.keys if isinstance(found.get(key), Tensor)}
 
     def without_changed(self) -> Variables:
+        """Without those that have another value by now."""
         return self._replace(fields=self.fields.without_changed(self.read(self.fields.keys)))
+
+    def without(self, names: set[Any]) -> Variables:
+        """Without those of some names."""
+        kept = [key for key in self.fields.keys if key not in names]
+        return self._replace(fields=Fields(self.read(kept), kept))
 
 
 def find_variables(step: Callable[..., Any], modules: Iterable[Module]) -> list[Variables]:
@@ -89,7 +109,8 @@ def find_variables(step: Callable[..., Any], modules: Iterable[Module]) -> list[
     search = _Search({id(module) for module in modules})
     search.visit(step)
     for module in modules:
-        search.visit(MethodType(type(module).forward, module))
+        forward = _attribute(module, "forward")
+        search.visit(forward, () if "forward" in vars(module) else (module,))
     return search.found()
 
 
@@ -99,45 +120,55 @@ class _Search:
     def __init__(self, known_modules: set[int]) -> None:
         self._known_modules = known_modules
         self._seen: set[tuple[Any, ...]] = set()
+        self._todo: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         # By the identity of a namespace: how to read it, and names in it with who reads them.
         self._namespaces: dict[Any, tuple[_Read, dict[Any, str]]] = {}
 
-    def found(self) -> list[Variables]:
-        return [
-            Variables(read, Fields(read(readers), list(readers)), readers)
-            for read, readers in self._namespaces.values()
-            if readers
-        ]
-
     def visit(self, value: Any, args: tuple[Any, ...] = (), **keywords: Any) -> None:
-        """Looks at what `value` reads when it is called, if it can be.
+        """Has looked at what `value` reads when it is called, if it can be.
 
         Args:
             value: anything.
             args: its first arguments, as far as they are settled.
             keywords: and others.
         """
+        self._todo.append((value, args, keywords))
+
+    def found(self) -> list[Variables]:
+        while self._todo:  # not recursion: chains of functions may be long
+            value, args, keywords = self._todo.pop()
+            # Objects may refuse to be looked at (a proxy whose object is gone, say).
+            with contextlib.suppress(Exception):
+                self._visit(value, args, keywords)
+        return [
+            Variables(
+                key, read, Fields(values, [name for name in readers if name in values]), readers
+            )
+            for key, (read, readers) in self._namespaces.items()
+            for values in [read(readers)]
+        ]
+
+    def _visit(self, value: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if isinstance(value, functools.partial):
             self.visit(value.func, (*value.args, *args), **{**value.keywords, **keywords})
         elif isinstance(value, MethodType):
             self.visit(value.__func__, (value.__self__, *args), **keywords)
         elif isinstance(value, FunctionType):
-            self.visit(getattr(value, "__wrapped__", None), args, **keywords)
-            if is_users_own(value.__code__.co_filename):
-                self._visit_function(value, args, keywords)
+            settled = _settled(value, args, keywords)
+            visit = (id(value), *((name, id(each)) for name, each in settled.items()))
+            if visit not in self._seen:
+                self._seen.add(visit)
+                self.visit(getattr(value, "__wrapped__", None), args, **keywords)
+                if is_users_own(value.__code__.co_filename):
+                    self._visit_function(value, args, settled)
         elif not isinstance(value, (type, Module)):
             call = inspect.getattr_static(type(value), "__call__", None)
             if isinstance(call, FunctionType):
                 self.visit(call, (value, *args), **keywords)
 
     def _visit_function(
-        self, function: FunctionType, args: tuple[Any, ...], keywords: dict[str, Any]
+        self, function: FunctionType, args: tuple[Any, ...], settled: dict[str, Any]
     ) -> None:
-        settled = _settled(function, args, keywords)
-        visit = (id(function), *((name, id(value)) for name, value in settled.items()))
-        if visit in self._seen:
-            return
-        self._seen.add(visit)
         own = id(function.__globals__), lambda _: function.__globals__
         closed = id(function), lambda _: _closure(function)
         for is_global, name, path in _loads(function.__code__):
@@ -163,15 +194,18 @@ class _Search:
             places: where that variable is; None if it cannot change.
             reader: who reads it.
         """
-        num_noted = int(isinstance(value, _WANTED))
+        num_noted = int(_is_looked_at(value))
         self.visit(value)
         for is_item, name in path:
             owner = value
             value = _item(owner, name) if is_item else _attribute(owner, name)
             if isinstance(value, (property, classmethod, staticmethod, FunctionType)):
                 self._visit_member(owner, name, value)
-                break
-            if value is _MISSING or hasattr(type(value), "__get__"):
+                if _is_of_users_class(owner):
+                    num_noted = len(places)  # another object may do something else
+                if name not in getattr(owner, "__dict__", {}):
+                    break
+            elif value is _MISSING or hasattr(type(value), "__get__"):
                 break
             is_known = isinstance(owner, FusedDDP) or (
                 id(owner) in self._known_modules
@@ -183,7 +217,7 @@ class _Search:
             else:
                 read = functools.partial(_items if is_item else _attributes, owner)
                 places.append(_Place((is_item, id(owner)), read, name))
-            if isinstance(value, _WANTED):
+            if _is_looked_at(value):
                 num_noted = len(places)
             self.visit(value)
         for place in places[:num_noted]:
@@ -219,6 +253,15 @@ def _settled(
     return found
 
 
+def _is_looked_at(value: Any) -> bool:
+    return isinstance(value, _WANTED) or (callable(value) and _is_of_users_class(value))
+
+
+def _is_of_users_class(value: Any) -> bool:
+    module = sys.modules.get(type(value).__module__)
+    return isinstance(module, ModuleType) and _is_users_module(module)
+
+
 def _is_users_module(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     return file is not None and is_users_own(file)
@@ -247,10 +290,12 @@ def _attributes(owner: Any, names: Iterable[str]) -> dict[Any, Any]:
 
 
 def _item(owner: Any, key: Any) -> Any:
-    try:
-        return owner[key] if isinstance(owner, (dict, list, tuple)) else _MISSING
-    except (LookupError, TypeError):
-        return _MISSING
+    """An item, found without running what a subclass does instead (a defaultdict makes one)."""
+    if isinstance(owner, dict):
+        return dict.get(owner, key, _MISSING)
+    if type(owner) in (list, tuple) and isinstance(key, int) and -len(owner) <= key < len(owner):
+        return owner[key]
+    return _MISSING
 
 
 def _items(owner: Any, keys: Iterable[Any]) -> dict[Any, Any]:
