@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from fusedddp.graphs.fields import PLAIN, Fields, are_same
 from fusedddp.graphs.participants import SCHEDULER_KEYS, Participants
-from fusedddp.graphs.variables import find_variables
+from fusedddp.graphs.variables import Variables, changed_names, find_variables
 from fusedddp.module import FusedDDP
 
 _grad_hooks = operator.attrgetter("_backward_hooks")
@@ -70,11 +70,22 @@ class Bindings:
     Args:
         participants: what the captured step trains with.
         step: that step.
+        before: the variables that it reads, as they were before its first run.
     """
 
-    def __init__(self, participants: Participants, step: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        participants: Participants,
+        step: Callable[..., Any],
+        before: Iterable[Variables] = (),
+    ) -> None:
         self._participants = participants
-        self._variables = find_variables(step, participants.modules)
+        # What the step itself sets, a counter or a cache perhaps, is nobody's setting.
+        own = changed_names(before)
+        self._variables = [
+            each.without(own.get(each.key, set()))
+            for each in find_variables(step, participants.modules)
+        ]
         self._members: list[dict[str, Any]] = [
             values
             for module in participants.modules
@@ -181,6 +192,11 @@ class Bindings:
         wrappers = self._participants.wrappers
         return [*settings, *[w.reducer.rounds.collective.divide_factor for w in wrappers]]
 
+    def tensors(self) -> list[Tensor]:
+        """Tensors that the step finds by itself."""
+        found = [t for each in self._variables for t in each.tensors().values()]
+        return [*found, *self._participants.params, *self._participants.buffers]
+
     # -- between calls ---------------------------------------------------------------------------
 
     def renew(self) -> None:
@@ -249,7 +265,6 @@ class Bindings:
 
     def find_change_inside(self) -> str | None:
         """What the captured step itself has changed since, and would change once more each time."""
-        # What the step itself changes, a counter perhaps, is nobody's setting.
         self._variables = [each.without_changed() for each in self._variables]
         self._watch_numbers((m, each.without_changed(m.__dict__)) for m, each in self._numbers)
         change = self.find_change()

@@ -158,6 +158,20 @@ class Snapshot:
                     "found neither. Run one step eagerly before make_graphed_step."
                 )
 
+    @staticmethod
+    def storages_of(tensors: list[Tensor]) -> set[int]:
+        """The identities of their storages."""
+        return {storage._cdata for storage in _storages(tensors)}
+
+    def keeps(self, tensor: Tensor) -> bool:
+        """Whether the memory of `tensor` is put back."""
+        known = self._storages | self.writes.keys()
+        return any(storage._cdata in known for storage in _storages(tensor))
+
+    def later_writes(self) -> _FirstWrites:
+        """Notes what is written in the body that there was before it."""
+        return _FirstWrites(set(), self._storages, [], {})
+
     def first_writes(self, own: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
         """Keeps, in the body, also what else it writes that there was before it.
 
@@ -167,7 +181,7 @@ class Snapshot:
             own: what need not be kept.
         """
         gradients = [gradient for _, gradient in self._gradients]
-        own_storages = {storage._cdata for storage in _storages([*own, gradients])}
+        own_storages = self.storages_of([*own, *(g for g in gradients if g is not None)])
         return _FirstWrites(own_storages, self._storages, self._written, self.writes)
 
 
@@ -211,6 +225,9 @@ class _FirstWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if all(returned.alias_info is None for returned in func._schema.returns):
             self._own.update(storage._cdata for storage in _storages(result))  # made here
         return result
+
+    def has_written(self, tensor: Tensor) -> bool:
+        return any(storage._cdata in self._writes for storage in _storages(tensor))
 
     def _note(self, storage: Any) -> None:
         key = storage._cdata

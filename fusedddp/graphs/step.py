@@ -35,7 +35,7 @@ from fusedddp.graphs.signature import (
 )
 from fusedddp.graphs.staleness import Bindings, Stale
 from fusedddp.graphs.state import Snapshot
-from fusedddp.graphs.variables import find_variables
+from fusedddp.graphs.variables import Variables, find_variables
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ class _Running(threading.local):
 
 _running = _Running()
 
+# More runs in warm-up than any wrapper needs to lay its buckets out.
+_MAX_FURTHER_RUNS = 4
 # A graph that is captured anew for each call costs more than it saves.
 _MAX_STALE_IN_A_ROW = 3
 
@@ -164,7 +166,7 @@ class GraphedStep(ending.Closing):
         found.arguments.check(inputs.tensors)
         self._num_calls += 1
         found.last_use = self._num_calls
-        self._last_inputs = inputs
+        self._last_inputs = inputs._replace(tensors=[])  # for messages
         return found.replay(inputs.tensors, gradients)
 
     def _find(self, inputs: Inputs, gradients: Gradients) -> CapturedStep | None:
@@ -210,8 +212,9 @@ class GraphedStep(ending.Closing):
         world, backend = self._participants, self._backend
         assert backend is not None
         world.refresh()
-        for variables in find_variables(self._step, world.modules):
-            world.add_all(variables.values())
+        variables = find_variables(self._step, world.modules)
+        for each in variables:
+            world.add_all(each.values())
         agreed = bool(world.wrappers)
         if agreed:
             agreement.agree_to_capture(world)
@@ -243,7 +246,7 @@ class GraphedStep(ending.Closing):
             fill(placeholders, inputs.tensors)
             world.refresh()
             key = self._key(inputs)
-            captured = self._record(run, placeholders, dropped, snapshot)
+            captured = self._record(run, placeholders, dropped, snapshot, variables)
         finally:
             if captured is None:
                 snapshot.undo()
@@ -256,11 +259,12 @@ class GraphedStep(ending.Closing):
         placeholders: list[Tensor],
         dropped: set[int],
         snapshot: Snapshot,
+        variables: list[Variables],
     ) -> CapturedStep:
         """The capture itself, which raises on all ranks if it fails on any."""
         world, backend = self._participants, self._backend
         assert backend is not None
-        bindings = Bindings(world, self._step)
+        bindings = Bindings(world, self._step, variables)
         entry = Entry(world.params, dropped)
         versions = [tensor._version for tensor in placeholders]
         captured: CapturedStep | None = None
@@ -287,7 +291,9 @@ class GraphedStep(ending.Closing):
                     "A replay shows nothing else of what it computes: return the loss."
                 )
             written = [i for i, t in enumerate(placeholders) if t._version != versions[i]]
-            memory = ArgumentMemory(placeholders, written, snapshot.writes)
+            memory = ArgumentMemory(
+                placeholders, written, snapshot.writes, reads=bindings.tensors()
+            )
             captured = CapturedStep(backend, graph, memory, outputs, entry, bindings, world)
             if self._is_closed:
                 raise RuntimeError(
@@ -325,7 +331,7 @@ class GraphedStep(ending.Closing):
         assert backend is not None
         rounds = agreement.Rounds(world)
 
-        def rehearsed() -> None:
+        def watched() -> None:
             with snapshot.first_writes(placeholders):
                 run()
 
@@ -334,29 +340,47 @@ class GraphedStep(ending.Closing):
             rounds.note_module(module)
 
         with backend.warm_up(), world.met(meet_module, snapshot.add_optimizer):
-            rounds.rehearse(rehearsed)
-            for _ in range(self._warmup):
+            rounds.rehearse(watched)
+            # Under a dispatch mode torch.compile compiles other code: the last one is without.
+            for function in (watched, *[run] * max(1, self._warmup - 1)):
                 snapshot.restore_gradients()
-                rounds.run(run)
+                rounds.run(function)
             snapshot.restore_accumulated()
-            dropped = rounds.run(lambda: self._probe(run))
-            while rounds.lack_steps():
+            dropped = rounds.run(lambda: self._probe(run, snapshot, placeholders))
+            for _ in range(_MAX_FURTHER_RUNS):
+                if not rounds.lack_steps():
+                    break
                 snapshot.restore_gradients()
                 rounds.run(run)
         snapshot.restore()
         return dropped
 
-    def _probe(self, run: Callable[[], None]) -> set[int]:
+    def _probe(
+        self, run: Callable[[], None], snapshot: Snapshot, placeholders: list[Tensor]
+    ) -> set[int]:
         """Runs the step once, and finds out which gradients it drops without looking at them.
 
         Raises:
-            RuntimeError: it replaces a tensor that it has read, as in ``mean = 0.9 * mean + loss``.
+            RuntimeError: it replaces a tensor that it has read, as in ``mean = 0.9 * mean + loss``;
+                or it writes one that it has made in an earlier run.
         """
         variables = find_variables(self._step, self._participants.modules)
         before = [each.tensors() for each in variables]
-        watch = StorageWatch(tensor for tensors in before for tensor in tensors.values())
-        with watch:
+        # A view of an argument or a parameter that the step makes anew is no such tensor.
+        kept = snapshot.storages_of([*placeholders, *self._participants.params])
+        watch = StorageWatch((t for tensors in before for t in tensors.values()), but=kept)
+        writes = snapshot.later_writes()
+        with watch, writes:
             dropped = find_dropped(self._participants.params, run)
+        for each, tensors in zip(variables, before, strict=True):
+            for name, tensor in tensors.items():
+                if writes.has_written(tensor) and not snapshot.keeps(tensor):
+                    raise RuntimeError(
+                        "expected the tensors that the step writes to exist before its first run, "
+                        f"or never to be written again, found that {name} (in "
+                        f"{each.readers[name]}) is made in one run and written in the next. Run "
+                        "one step eagerly before make_graphed_step."
+                    )
         for each, tensors in zip(variables, before, strict=True):
             now = each.tensors()
             for name, tensor in tensors.items():
@@ -417,6 +441,7 @@ class GraphedStep(ending.Closing):
         """Lets all graphs go. The step cannot be called any more; calling this twice is fine."""
         if not self._is_closed:
             self._is_closed = True
+            self._last_inputs = None
             self.close_graphs()
             ending.note_closed(self)
 

@@ -114,6 +114,14 @@ def find_variables(step: Callable[..., Any], modules: Iterable[Module]) -> list[
     return search.found()
 
 
+def changed_names(variables: Iterable[Variables]) -> dict[Any, set[Any]]:
+    """For each namespace the names of those that have another value by now."""
+    return {
+        each.key: set(each.fields.keys) - set(each.without_changed().fields.keys)
+        for each in variables
+    }
+
+
 class _Search:
     """Goes from function to function, and notes what they read."""
 
@@ -140,13 +148,12 @@ class _Search:
             # Objects may refuse to be looked at (a proxy whose object is gone, say).
             with contextlib.suppress(Exception):
                 self._visit(value, args, keywords)
-        return [
-            Variables(
-                key, read, Fields(values, [name for name in readers if name in values]), readers
-            )
-            for key, (read, readers) in self._namespaces.items()
-            for values in [read(readers)]
-        ]
+        found = []
+        for key, (read, readers) in self._namespaces.items():
+            values = read(readers)
+            names = [name for name in readers if name in values]
+            found.append(Variables(key, read, Fields(values, names), readers))
+        return found
 
     def _visit(self, value: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if isinstance(value, functools.partial):
