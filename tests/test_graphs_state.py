@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -178,6 +180,68 @@ def test_what_a_step_writes_elsewhere_is_put_back(on_rank: _Run) -> None:
     on_rank(check_metrics)
 
 
+def check_hook_state(rank: int, device: str) -> None:
+    """What a communication hook writes, of which the rehearsal sees nothing."""
+    with captures_on(device) as group:
+        case = training("views", device, group)
+        calls = torch.zeros(1, device=device)
+
+        def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+            calls.add_(1)
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        case.model.register_comm_hook(None, hook)
+        xs = batches(3, rank, device)
+        with fusedddp.make_graphed_step(case.step, (xs[0],)) as step:
+            assert calls.item() == 0
+            for x in xs:
+                step(x)
+            assert calls.item() == 3 * len(case.model.reducer.buckets)
+
+
+def test_what_a_hook_writes_is_put_back(on_rank: _Run) -> None:
+    on_rank(check_hook_state)
+
+
+def check_once(rank: int, device: str) -> None:
+    """A step that reduces in its first run only: warm-up does not wait for more rounds for ever."""
+    with captures_on(device) as group:
+        case = training("views", device, group)
+        runs = [0]
+
+        def step(x: Tensor) -> Tensor:
+            runs[0] += 1
+            return case.step(x) if runs[0] == 1 else case.model(x).sum()
+
+        (x,) = batches(1, rank, device)
+        with fusedddp.make_graphed_step(step, (x,)) as graphed:
+            assert 5 <= runs[0] < 12
+            assert torch.equal(graphed(x), case.model(x).sum())
+
+
+def test_a_step_that_reduces_once(on_rank: _Run) -> None:
+    on_rank(check_once)
+
+
+def check_closed(rank: int, device: str) -> None:
+    with captures_on(device) as group:
+        case = training("views", device, group)
+        (x,) = batches(1, rank, device)
+        step = fusedddp.make_graphed_step(case.step, (x,))
+        step(x)
+        batch = weakref.ref(x)
+        del x
+        gc.collect()
+        assert batch() is None
+        step.close()
+
+
+def test_a_batch_is_not_kept(on_rank: _Run) -> None:
+    on_rank(check_closed)
+
+
 def check_written_arguments(rank: int, device: str) -> None:
     with captures_on(device) as group:
         eager, case = training("views", device, group), training("views", device, group)
@@ -239,6 +303,21 @@ def check_shared_arguments(rank: int, device: str) -> None:
                     graphed(*args)
                 assert (x == 1).all()
                 graphed(*apart)
+        staging = torch.ones(8, 3, device=device)
+        halves = staging[:4], staging[4:]
+        with fusedddp.make_graphed_step(scales, halves) as graphed:
+            assert graphed(*halves).tolist() == [[1.5] * 3] * 4  # apart, in one storage
+            assert staging.sum().item() == 12 + 6
+        module = nn.Module()
+        module.h = torch.zeros(1, device=device)
+
+        def reads_another(x: Tensor, h: Tensor) -> Tensor:
+            h.add_(1)
+            return x + module.h
+
+        with fusedddp.make_graphed_step(reads_another, (x, torch.zeros_like(module.h))) as graphed:
+            with pytest.raises(ValueError, match="that it also reads by another name"):
+                graphed(x, module.h)
         with fusedddp.make_graphed_step(lambda x, y: x + y, (x, y)) as graphed:
             assert graphed(x, x[:]).tolist() == (2 * x).tolist()  # nothing writes them
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -288,6 +291,89 @@ def test_what_is_the_same() -> None:
     assert find_change(asks, turn) == "flag was 1 and is True, which asks reads"
 
 
+class Loss:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Swaps:
+    def __init__(self) -> None:
+        self.loss_fn: Any = torch.square
+        self.criterion, self.weight = Loss(1.0), np.float32(1.0)
+        self.table = collections.defaultdict(list)
+
+    def by_function(self, x: Tensor) -> Tensor:
+        return self.loss_fn(x)
+
+    def by_object(self, x: Tensor) -> Tensor:
+        return self.criterion(x)
+
+    def by_method(self, x: Tensor) -> Tensor:
+        return self.criterion.compute(x)
+
+    def by_numpy(self, x: Tensor) -> Tensor:
+        return x * float(self.weight)
+
+    def by_default(self, x: Tensor) -> Tensor:
+        return x * 2 if "scale" in self.table and self.table["scale"][0] else x
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value"),
+    [
+        ("by_function", "loss_fn", torch.abs),
+        ("by_function", "loss_fn", lambda x: x),
+        ("by_object", "criterion", Loss(1.0)),
+        ("by_method", "criterion", Loss(1.0)),
+        ("by_numpy", "weight", np.float32(2.0)),
+    ],
+)
+def test_functions_and_objects_that_are_swapped(name: str, attribute: str, value: Any) -> None:
+    trainer = Swaps()
+    found = find_change(getattr(trainer, name), lambda: setattr(trainer, attribute, value))
+    assert found is not None and found.startswith(f"{attribute} was ")
+
+
+def test_the_search_runs_nothing_and_has_no_depth() -> None:
+    trainer = Swaps()
+    assert find_change(trainer.by_default, lambda: None) is None
+    assert not trainer.table  # a defaultdict makes what is asked of it
+    function: Callable[[Tensor], Tensor] = torch.square
+    for _ in range(2000):
+
+        def outer(x: Tensor, inner: Callable[[Tensor], Tensor] = function) -> Tensor:
+            return inner(x) * FACTOR
+
+        function = outer
+    function.__wrapped__ = function  # type: ignore[attr-defined]
+    said = "FACTOR was 2.0 and is 3.0, which outer reads"
+    assert find_change(function, set_global("FACTOR", 3.0)) == said
+    gone = weakref.proxy(Loss(1.0))
+    assert find_change(lambda x: gone.compute(x) * FACTOR, lambda: None) is None
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert find_change(lambda x: scripted(x), lambda: None, tuple(scripted.modules())) is None
+    patched = Net()
+    patched.forward = lambda x: x * settings.factor  # type: ignore[method-assign]
+    change = find_change(lambda x: x, lambda: setattr(settings, "factor", 3.0), (patched,))
+    assert change == "factor was 2.0 and is 3.0, which <lambda> reads"
+    numbers = list(range(70))
+
+    def long(x: Tensor) -> Tensor:
+        return x * sum(numbers)
+
+    def longer() -> None:
+        nonlocal numbers
+        numbers = list(range(71))
+
+    assert len(find_change(long, longer) or "") < 250
+
+
 class Named:
     """Its step calls a method of another object that has the name of one of its own."""
 
@@ -393,3 +479,74 @@ def check_replaced(rank: int, device: str) -> None:
 
 def test_tensors_that_the_step_replaces(one_rank: Ranks, device: str) -> None:
     one_rank.run(check_replaced, device)
+
+
+class Sets:
+    """Sets attributes before it reads them, and keeps a cache of one entry."""
+
+    def __init__(self) -> None:
+        self.x: Any = None
+        self.phase = "idle"
+        self.mask: Any = None
+        self.weight = nn.Parameter(torch.ones(3, 3))
+
+    def step(self, x: Tensor) -> Tensor:
+        self.x, self.phase, self.turned = x[:, :2], "train", self.weight.t()
+        if self.mask is None or len(self.mask) != len(x):
+            self.mask = torch.full((len(x), 1), 2.0, device=x.device)
+        return self.compute()
+
+    def compute(self) -> Tensor:
+        return (self.x * self.mask * self.turned[0, 0]).sum() if self.phase == "train" else self.x
+
+
+def check_sets(rank: int, device: str) -> None:
+    with captures_on(device):
+        trainer = Sets()
+        trainer.weight = nn.Parameter(trainer.weight.detach().to(device))
+        sizes = [torch.ones(count, 3, device=device) for count in (4, 5)]
+        with fusedddp.make_graphed_step(trainer.step, (sizes[0],)) as graphed:
+            for index in range(12):
+                x = sizes[index % 2]
+                trainer.x, trainer.phase = None, "idle"
+                assert graphed(x * index).item() == 4 * len(x) * index
+            assert graphed.num_graphs == 2
+            if device == "cpu":
+                assert graphed._backend.num_captures == 2
+
+
+def test_what_the_step_sets_itself(one_rank: Ranks, device: str) -> None:
+    one_rank.run(check_sets, device)
+
+
+def check_lazy(rank: int, device: str) -> None:
+    """A mean that is made in the first step and written in later ones."""
+    means: list[list[float]] = []
+    with captures_on(device):
+        for is_graphed in (False, True):
+            trainer = types.SimpleNamespace(mean=None)
+
+            def step(x: Tensor, trainer: Any = trainer) -> Tensor:
+                if trainer.mean is None:
+                    trainer.mean = x.detach().clone()
+                else:
+                    trainer.mean.mul_(0.5).add_(x)
+                return x.sum()
+
+            xs = [torch.full((2,), float(i), device=device) for i in range(4)]
+            function: Any = step
+            if is_graphed:
+                with pytest.raises(RuntimeError, match=r"mean .* Run one step eagerly before"):
+                    fusedddp.make_graphed_step(step, (xs[0],))
+                trainer.mean = None
+            step(xs[0])
+            if is_graphed:
+                function = fusedddp.make_graphed_step(step, (xs[0],))
+            for x in xs[1:]:
+                function(x)
+            means.append(trainer.mean.tolist())
+    assert means[0] == means[1]
+
+
+def test_tensors_that_the_step_makes_once(one_rank: Ranks, device: str) -> None:
+    one_rank.run(check_lazy, device)

@@ -7,7 +7,7 @@ None in the place of a `.grad`, and another graph leaves gradients of its own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -138,18 +138,11 @@ def find_dropped(params: Sequence[Parameter], run: Any) -> set[int]:
 
 
 class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which of some tensors lie in the memory of an argument of any operation.
+    """Notes which of some tensors lie in the memory of an argument of any operation."""
 
-    Args:
-        tensors: these.
-        but: identities of storages that do not count.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor], but: Set[int] = frozenset()) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watched = {
-            t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided
-        }.difference(but)
+        self._watched = {t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided}
         self._seen: set[int] = set()
 
     def has_seen(self, tensor: Tensor) -> bool:

@@ -39,6 +39,8 @@ class Snapshot:
         # Memory of these, and the contents of other memory that the step has been seen to write.
         self._storages: set[int] = set()
         self._written: list[tuple[Any, Any]] = []
+        # Storages that it has made itself, or that need not be put back.
+        self._made: set[int] = set()
         # By identity the storages that it has been seen to write, but for those of gradients.
         self.writes: dict[int, Any] = {}
         self._gradients: list[tuple[Parameter, Tensor | None]] = []
@@ -168,9 +170,9 @@ class Snapshot:
         known = self._storages | self.writes.keys()
         return any(storage._cdata in known for storage in _storages(tensor))
 
-    def later_writes(self) -> _FirstWrites:
-        """Notes what is written in the body that there was before it."""
-        return _FirstWrites(set(), self._storages, [], {})
+    def later_writes(self, own: Iterable[Tensor]) -> _FirstWrites:
+        """Notes what is written in the body that there was before it, but for `own`."""
+        return _FirstWrites(self.storages_of(list(own)), self._storages, [], {})
 
     def first_writes(self, own: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
         """Keeps, in the body, also what else it writes that there was before it.
@@ -181,8 +183,8 @@ class Snapshot:
             own: what need not be kept.
         """
         gradients = [gradient for _, gradient in self._gradients]
-        own_storages = self.storages_of([*own, *(g for g in gradients if g is not None)])
-        return _FirstWrites(own_storages, self._storages, self._written, self.writes)
+        self._made |= self.storages_of([*own, *(g for g in gradients if g is not None)])
+        return _FirstWrites(self._made, self._storages, self._written, self.writes)
 
 
 # Arguments of normalisations, which write them although their schemas do not say so.
@@ -193,7 +195,7 @@ class _FirstWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the contents of memory before it is first written, if it was not made meanwhile.
 
     Args:
-        own: identities of storages that do not matter.
+        own: identities of storages that do not matter; those that are made are added.
         kept: and of those that somebody else keeps, as far as that is known at any time.
         written: gets other storages with their contents.
         writes: gets all storages that are written, by identity.

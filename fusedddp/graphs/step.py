@@ -366,10 +366,8 @@ class GraphedStep(ending.Closing):
         """
         variables = find_variables(self._step, self._participants.modules)
         before = [each.tensors() for each in variables]
-        # A view of an argument or a parameter that the step makes anew is no such tensor.
-        kept = snapshot.storages_of([*placeholders, *self._participants.params])
-        watch = StorageWatch((t for tensors in before for t in tensors.values()), but=kept)
-        writes = snapshot.later_writes()
+        watch = StorageWatch(t for tensors in before for t in tensors.values())
+        writes = snapshot.later_writes(placeholders)
         with watch, writes:
             dropped = find_dropped(self._participants.params, run)
         for each, tensors in zip(variables, before, strict=True):
@@ -384,7 +382,12 @@ class GraphedStep(ending.Closing):
         for each, tensors in zip(variables, before, strict=True):
             now = each.tensors()
             for name, tensor in tensors.items():
-                if now.get(name) is not tensor and watch.has_seen(tensor):
+                current = now.get(name)
+                # A new view of the same memory, of an argument say, is the same to a replay.
+                if watch.has_seen(tensor) and not (
+                    current is not None
+                    and snapshot.storages_of([current]) == snapshot.storages_of([tensor])
+                ):
                     raise RuntimeError(
                         "expected the step to change nothing but the values of tensors, in place, "
                         f"found that it reads {name} (in {each.readers[name]}) and puts another "
