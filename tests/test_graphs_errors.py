@@ -433,7 +433,8 @@ def check_places(rank: int, name: str, place: str, fails_at: int) -> None:
                         raise ValueError("no data")
                     if name != "buffers":
                         loss.backward()
-                out = case.model(x + 1)
+                x_in = FailsInBackward.apply((x + 1).requires_grad_(), fails and place == "inside")
+                out = case.model(x_in)
                 if name == "buffers":  # reaches a forward under no_sync and one that is reduced
                     out = out + case.model(x).sum()
                 loss = FailsInBackward.apply(out, fails and place == "backward").square().mean()
@@ -458,7 +459,33 @@ def check_places(rank: int, name: str, place: str, fails_at: int) -> None:
 
 
 @pytest.mark.parametrize("fails_at", range(1, 6))
-@pytest.mark.parametrize("place", ["before", "under no_sync", "backward", "after"])
+@pytest.mark.parametrize("place", ["before", "under no_sync", "backward", "inside", "after"])
 @pytest.mark.parametrize("name", ["views", "buffers", "bf16 hook"])
 def test_a_rank_that_fails_anywhere(two_ranks: Ranks, name: str, place: str, fails_at: int) -> None:
     two_ranks.run(check_places, name, place, fails_at)
+
+
+def check_unfrozen_before(rank: int) -> None:
+    """The buckets are laid out anew before a rank may fail, not in a forward that it lacks."""
+    with captures_on("cpu"):
+        case, eager = training("views", "cpu", None), training("views", "cpu", None)
+        xs = batches(3, rank, "cpu")
+        for each in (case, eager):
+            weight = each.model.module.body[0].weight.requires_grad_(False)
+            for x in xs:
+                each.step(x)
+            weight.requires_grad_(True)
+
+        def step(x: Tensor) -> Tensor:
+            if rank == 1:
+                raise ValueError("no data")
+            return case.step(x)
+
+        with pytest.raises((ValueError, RuntimeError), match="no data"):
+            fusedddp.make_graphed_step(step, (xs[0],), model=case.model)
+        for x in xs:
+            assert case.step(x).tolist() == eager.step(x).tolist()
+
+
+def test_a_rank_that_fails_after_unfreezing(two_ranks: Ranks) -> None:
+    two_ranks.run(check_unfrozen_before)
