@@ -8,16 +8,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 
-def _never() -> bool:
-    return False
+def _current_stream_captures() -> bool:
+    # Where CUDA was never used there may be no driver (or no CUDA in torch) that could be asked.
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_used and torch.cuda.is_current_stream_capturing()
 
 
-# A build of torch without CUDA (or ROCm) cannot be asked.
-_ask: Callable[[], bool] = (
-    torch.cuda.is_current_stream_capturing
-    if torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-    else _never
-)
+_ask: Callable[[], bool] = _current_stream_captures
 
 
 def is_capturing() -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fusedddp
+from fusedddp.capturing import is_capturing
 from fusedddp.graphs.backend import BACKENDS
 from tests.graph_cases import batches, captures_on, check_same, run, training
 from tests.models import Branches
@@ -218,6 +219,15 @@ def test_without_a_gpu_the_step_runs_eagerly(caplog: pytest.LogCaptureFixture) -
     assert step(x).tolist() == (x + 6).tolist()
     result = fusedddp.make_graphed_step(lambda x: x, (x,))(x)  # a copy, as from a graph
     assert torch.equal(result, x) and result.data_ptr() != x.data_ptr()
+
+
+def test_a_build_for_cuda_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises() -> bool:
+        raise RuntimeError("CUDA driver version is insufficient")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", raises)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not is_capturing()
 
 
 # -- endings -------------------------------------------------------------------------------------
