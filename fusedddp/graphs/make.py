@@ -66,9 +66,10 @@ def make_graphed_step(
             noticed; and wrapped ones that no rank can find if the step raises right away.
         optimizer: the optimizer or optimizers; None for those that `step` names or steps.
         scaler: the ``torch.amp.GradScaler`` or several; None for those that `step` names.
-        warmup: eager steps before a capture. One before them rehearses without collectives, one
-            more shows whether the step uses gradients that it finds, and further ones are run if a
-            wrapper has not laid its buckets out by then.
+        warmup: eager steps before a capture; 1 counts as 2, since the first is watched for what it
+            writes, for which torch.compile compiles other code. One before them rehearses without
+            collectives, one more shows whether the step uses gradients that it finds, and further
+            ones are run if a wrapper has not laid its buckets out by then.
         max_graphs: the least recently used graph is dropped for one more. A graph costs the memory
             of its inputs and results; the rest is shared.
         pool: memory to share with other graphs (``torch.cuda.graph_pool_handle()``).
